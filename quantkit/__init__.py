@@ -1,0 +1,41 @@
+"""quantkit quantizes large language models, proves what that cost, and runs them.
+
+Public names, loaded on first use: ``import quantkit`` touches no GPU, file or network.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["QuantTensor", "Scheme", "__version__", "convert", "evaluate", "load"]
+
+if TYPE_CHECKING:
+    from quantkit.convert.run import convert
+    from quantkit.core.qtensor import QuantTensor
+    from quantkit.core.scheme import Scheme
+    from quantkit.evaluate.report import evaluate
+    from quantkit.runtime.load import load
+
+_PUBLIC = {
+    "load": ("quantkit.runtime.load", "load"),
+    "Scheme": ("quantkit.core.scheme", "Scheme"),
+    "QuantTensor": ("quantkit.core.qtensor", "QuantTensor"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in ("convert", "evaluate"):  # packages that are also callable
+        return importlib.import_module(f"quantkit.{name}")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
+    module, attribute = _PUBLIC[name]
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""One file is one algorithm, a pure function on tensors. Imports core."""

@@ -1,0 +1,1 @@
+"""Text -> token batches -> statistics. Imports core, checkpoint and model."""

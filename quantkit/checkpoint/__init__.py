@@ -1,0 +1,1 @@
+"""Bytes on disk: sources, tokenizers, texts, the shard writer. Imports core."""

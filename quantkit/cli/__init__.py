@@ -1,0 +1,1 @@
+"""The command line: click commands without logic."""

@@ -1,0 +1,1 @@
+"""Tensors and arithmetic. Imports torch only."""

@@ -1,0 +1,134 @@
+"""Scale and zero choice, quantize, dequantize: THE definition of our numbers.
+
+``w = (code - zero) * scale`` with unsigned codes, ``0 <= code < 2**bits``; groups run along ``in_features`` and the
+last group may be shorter. Scales are rounded to their storage dtype before codes are chosen. Every kernel, format and
+algorithm is tested against this file.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.core.scheme import Scheme
+
+# The smallest normal fp16 is 6.1e-5. Below it scales lose mantissa bits, and some kernels flush them to zero, so a
+# smaller scale is raised to this value; the group then uses fewer of its codes. Reported per layer.
+SMALLEST_SCALE = 2.0**-14
+
+
+def group_index(in_features: int, scheme: Scheme, device: torch.device | str | None = None) -> Tensor:
+    """Group of each input: int64 ``[in_features]``."""
+    return torch.arange(in_features, device=device) // scheme.width(in_features)
+
+
+def expand_groups(values: Tensor, in_features: int, scheme: Scheme) -> Tensor:
+    """Per-group values ``[out, groups]`` -> per-input values ``[out, in]``."""
+    width = scheme.width(in_features)
+    return values.repeat_interleave(width, dim=1)[:, :in_features]
+
+
+def split_groups(weight: Tensor, scheme: Scheme, fill: float = 0.0) -> Tensor:
+    """``[out, in]`` -> ``[out, groups, width]``; a short last group is filled with ``fill``."""
+    out, in_features = weight.shape
+    width, groups = scheme.width(in_features), scheme.groups(in_features)
+    missing = groups * width - in_features
+    if missing:
+        weight = torch.nn.functional.pad(weight, (0, missing), value=fill)
+    return weight.reshape(out, groups, width)
+
+
+def store_scale(scale: Tensor, scheme: Scheme) -> Tensor:
+    """Round scales to their storage dtype; zero, subnormal and overflowing ones become representable."""
+    largest = torch.finfo(scheme.torch_scale_dtype).max
+    return scale.clamp(SMALLEST_SCALE, largest).to(scheme.torch_scale_dtype)
+
+
+def params_from_range(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero of groups whose values span ``[low, high]`` (zero included by the caller).
+
+    low, high: float ``[out, groups]`` with ``low <= 0 <= high``. Returns scales in the storage dtype and zeros
+    (int16 ``[out, groups]``, 0 .. 2**bits - 1), or None when symmetric. Symmetric scales are
+    ``absmax / (2**(bits-1) - 0.5)``: both ends are then at most half a step away from a code (the observer of
+    compressed-tensors uses the same).
+    """
+    if scheme.symmetric:
+        absmax = torch.maximum(-low, high)
+        return store_scale(absmax / (scheme.midpoint - 0.5), scheme), None
+    scale = store_scale((high - low) / (scheme.levels - 1), scheme)
+    zero = torch.round(-low / scale.float()).clamp(0, scheme.levels - 1)
+    return scale, zero.to(torch.int16)
+
+
+def minmax_params(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero per group from the extreme values, zero included.
+
+    weight: float ``[out, in]`` -> scales ``[out, groups]`` in the storage dtype, zeros int16 ``[out, groups]`` or None.
+
+    >>> s, z = minmax_params(torch.tensor([[-1.0, 0.0, 2.0, 0.5]]), Scheme(bits=2, group_size=None, symmetric=False))
+    >>> s.item(), z.item()          # (2 - -1) / 3,  round(1 / 1)
+    (1.0, 1)
+    """
+    groups = split_groups(weight.float(), scheme)
+    return params_from_range(groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0), scheme)
+
+
+def searched_params(
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, steps: int = 40, smallest: float = 0.4
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero per group that minimise the (weighted) squared rounding error over a grid of shrunken ranges.
+
+    weight: float ``[out, in]``. importance: non-negative weights per input ``[in]`` or per entry ``[out, in]``
+    (for example the Hessian's diagonal), or None for the plain squared error. The range of each group is shrunk by
+    ``steps`` factors between 1 and ``smallest``; an asymmetric range is also shrunk from one end only, because
+    one outlier usually sits at one end. Never worse than ``minmax_params``, which is the first candidate.
+    Returns the same pair as ``minmax_params``. The idea: Nagel et al., arXiv 2106.08295, section 3.1 (MSE range setting).
+    """
+    groups = split_groups(weight.float(), scheme)
+    gain = torch.ones_like(weight[:1]) if importance is None else importance.float().reshape(-1, weight.shape[1])
+    gain = split_groups(gain.expand(weight.shape[0] if gain.shape[0] > 1 else 1, -1), scheme)
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+
+    best_scale, best_zero = params_from_range(low, high, scheme)
+    best = _group_error(groups, gain, best_scale, best_zero, scheme)
+    for step in range(1, steps):
+        shrink = 1 - (1 - smallest) * step / (steps - 1)
+        sides = [(shrink, shrink)] if scheme.symmetric else [(shrink, shrink), (1.0, shrink), (shrink, 1.0)]
+        for left, right in sides:
+            scale, zero = params_from_range(low * left, high * right, scheme)
+            error = _group_error(groups, gain, scale, zero, scheme)
+            better = error < best
+            best = torch.where(better, error, best)
+            best_scale = torch.where(better, scale, best_scale)
+            if zero is not None and best_zero is not None:
+                best_zero = torch.where(better, zero, best_zero)
+    return best_scale, best_zero
+
+
+def _group_error(groups: Tensor, gain: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    step = scale.float().unsqueeze(-1)
+    offset: Tensor | float = float(scheme.midpoint) if zero is None else zero.float().unsqueeze(-1)
+    codes = torch.round(groups / step + offset).clamp_(0, scheme.levels - 1)
+    return ((codes - offset).mul_(step).sub_(groups).square_().mul_(gain)).sum(-1)
+
+
+def quantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
+    """Nearest codes: ``clamp(round(w / scale + zero), 0, 2**bits - 1)``, uint8 ``[out, in]``.
+
+    scales, zeros: ``[out, groups]`` as the functions above return them. Ties round to even (torch.round).
+    """
+    in_features = weight.shape[1]
+    step = expand_groups(scales.float(), in_features, scheme)
+    offset: Tensor | float = float(scheme.midpoint)
+    if zeros is not None:
+        offset = expand_groups(zeros.float(), in_features, scheme)
+    return torch.round(weight.float() / step + offset).clamp_(0, scheme.levels - 1).to(torch.uint8)
+
+
+def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
+    """``(code - zero) * scale`` in float32, ``[out, in]``."""
+    in_features = codes.shape[1]
+    offset: Tensor | float = float(scheme.midpoint)
+    if zeros is not None:
+        offset = expand_groups(zeros.float(), in_features, scheme)
+    return (codes.float() - offset) * expand_groups(scales.float(), in_features, scheme)

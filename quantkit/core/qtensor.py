@@ -1,0 +1,87 @@
+"""QuantTensor: integer codes + scales + zeros + scheme. BlockTensor: raw blocks of a foreign number format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.core import affine
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class QuantTensor:
+    """A uniform integer weight; the currency between algorithms, formats and kernels.
+
+    codes:  uint8 ``[out, in]``, values in ``0 .. 2**bits - 1``
+    scales: ``[out, groups]``, float16 or bfloat16, finite and positive
+    zeros:  int16 ``[out, groups]``, values in ``0 .. 2**bits``; None when symmetric (zero = ``2**(bits-1)``)
+
+    Raises CheckpointError when shapes or dtypes do not fit together.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
+            raise CheckpointError(f"codes must be uint8 [out, in], not {self.codes.dtype} {list(self.codes.shape)}")
+        expected = (self.codes.shape[0], self.scheme.groups(self.codes.shape[1]))
+        if tuple(self.scales.shape) != expected or self.scales.dtype not in (torch.float16, torch.bfloat16):
+            raise CheckpointError(
+                f"scales are {self.scales.dtype} {list(self.scales.shape)}; {self.scheme.describe()} over "
+                f"{list(self.codes.shape)} needs float16 or bfloat16 {list(expected)}"
+            )
+        if (self.zeros is None) != self.scheme.symmetric:
+            raise CheckpointError(f"{self.scheme.describe()}: zeros must be {'absent' if self.scheme.symmetric else 'present'}")
+        if self.zeros is not None and (tuple(self.zeros.shape) != expected or self.zeros.dtype != torch.int16):
+            raise CheckpointError(f"zeros are {self.zeros.dtype} {list(self.zeros.shape)}, expected int16 {list(expected)}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out_features, in_features)``"""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def bits_stored(self) -> int:
+        """Bits that codes, scales and zeros take (zeros counted at ``bits`` each, as formats pack them)."""
+        zeros = 0 if self.zeros is None else self.zeros.numel() * self.scheme.bits
+        return self.codes.numel() * self.scheme.bits + self.scales.numel() * 16 + zeros
+
+    def dequantize(self) -> Tensor:
+        """``(code - zero) * scale`` in float32 ``[out, in]``: the one definition; kernels are tested against it."""
+        return affine.dequantize(self.codes, self.scales, self.zeros, self.scheme)
+
+    def equal(self, other: QuantTensor) -> bool:
+        """True if codes, scales, zeros and scheme are identical."""
+        if self.scheme != other.scheme or (self.zeros is None) != (other.zeros is None):
+            return False
+        same = torch.equal(self.codes, other.codes) and torch.equal(self.scales, other.scales)
+        if self.zeros is not None and other.zeros is not None:
+            same = same and torch.equal(self.zeros, other.zeros)
+        return same
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """A weight in a number format that is not uniform integer (NF4, LLM.int8, K-quants): raw blocks and their kind.
+
+    raw: the stored tensors by their local names. decode: raw -> float32 ``[out, in]``; it belongs to the format that
+    made this tensor. Evaluated, loaded and verified like any weight; repacking to an integer format is lossy and refused.
+    """
+
+    kind: str
+    raw: dict[str, Tensor]
+    shape: tuple[int, int]
+    bits_stored: int
+    decode: Callable[[dict[str, Tensor]], Tensor]
+
+    def dequantize(self) -> Tensor:
+        """Float32 ``[out, in]``."""
+        return self.decode(self.raw)

@@ -1,0 +1,21 @@
+"""Perplexity, divergence and speed of a model, against its original.
+
+``quantkit.evaluate`` is both this package and, called, the function ``quantkit.evaluate.report.evaluate``: Python binds a
+subpackage to its parent's attribute on first import, so the module itself has to be callable for both to work.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+
+class _CallablePackage(types.ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from quantkit.evaluate.report import evaluate
+
+        return evaluate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,0 +1,1 @@
+"""One file is one on-disk format, a stateless encode/decode pair. Imports core."""

@@ -1,0 +1,1 @@
+"""Structure without weights. Imports core and checkpoint."""

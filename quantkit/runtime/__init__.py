@@ -1,0 +1,1 @@
+"""Inference. Imports core, checkpoint, model and formats; never algorithms, never convert."""

@@ -1,0 +1,1 @@
+"""One file is one kernel family; reference.py is the contract of all others."""
