@@ -1,0 +1,219 @@
+"""Open a model folder or GGUF file lazily; read named tensors one at a time.
+
+A source answers three questions: which tensors are stored, what they look like, and one tensor's values. Nothing here
+loads a whole model, and no file stays mapped after a read, so peak memory does not grow with the number of layers.
+Pickle files (``.bin``, ``.pt``) are never opened: unpickling runs code from the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError, SourceError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a stored tensor looks like, known without reading it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Source(Protocol):
+    """A model on disk. ``names`` are the Hugging Face tensor names, whatever the file calls them."""
+
+    path: Path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The content of config.json (rebuilt from a GGUF file's metadata)."""
+
+    def names(self) -> list[str]:
+        """Stored tensor names, in file order."""
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype and shape without reading. Raises SourceError for an unknown name."""
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in memory of its own. Raises SourceError if it is missing or damaged."""
+
+    def digest(self) -> str:
+        """sha256 that identifies the content."""
+
+    def quantization(self) -> dict[str, Any] | None:
+        """The ``quantization_config``, or None for a floating-point model."""
+
+
+class FolderSource:
+    """A Hugging Face folder: config.json and safetensors, one file or shards with an index."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads config.json and the shards' headers. Raises SourceError for anything missing, truncated or inconsistent."""
+        self.path = path
+        self.config: dict[str, Any] = read_json(path / "config.json")
+        self._files = _tensor_files(path)
+        self._infos: dict[str, TensorInfo] = {}
+        for file in dict.fromkeys(self._files.values()):
+            self._infos.update(_header(path / file))
+        missing = [name for name in self._files if name not in self._infos]
+        if missing:
+            raise SourceError(
+                f"{path}: the index names {len(missing)} tensors that are in no shard, first {missing[0]!r} "
+                f"(expected in {self._files[missing[0]]}). Download the model again."
+            )
+        self._files = {name: self._files[name] for name in self._files}
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._files:
+            raise SourceError(f"{self.path}: no tensor named {name!r}")
+        return self._infos[name]
+
+    def read(self, name: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        self.info(name)
+        try:
+            # Opened anew for each tensor: a mapping that stays open keeps every touched page in this process's memory.
+            with safe_open(self.path / self._files[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name).clone()
+        except (SafetensorError, OSError) as error:
+            raise SourceError(f"{self.path / self._files[name]}: cannot read {name!r} ({error}). Download it again.") from error
+        return tensor
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for file in sorted(set(self._files.values())):
+            with (self.path / file).open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest() if hasattr(hashlib, "file_digest") else _hash(stream))
+        return digest.hexdigest()
+
+    def digest(self) -> str:
+        return self._digest
+
+    def quantization(self) -> dict[str, Any] | None:
+        return self.config.get("quantization_config")
+
+
+def _hash(stream: Any) -> bytes:
+    digest = hashlib.sha256()
+    while block := stream.read(1 << 20):
+        digest.update(block)
+    return digest.digest()
+
+
+def open_source(ref: str | Path) -> Source:
+    """Open a model by named model, folder or GGUF file.
+
+    Raises RequestError for a reference that names nothing, SourceError for a folder or file that cannot be a model.
+    """
+    from quantkit.checkpoint.fetch import fetch, is_named
+
+    path = Path(ref).expanduser()
+    if isinstance(ref, str) and is_named(ref) and not path.exists():
+        path = fetch(ref)
+    if not path.exists():
+        raise RequestError(
+            f"{ref}: no such folder or file, and no model of that name is known. Give a Hugging Face folder, a .gguf file, "
+            "or a name that `quantkit fetch` lists. (Model hub ids are not read yet: download the folder first.)"
+        )
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return _gguf(path)
+        if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+            raise SourceError(f"{path}: pickle files are never opened (unpickling runs code). Convert it to safetensors first.")
+        raise SourceError(f"{path}: not a model. Give the folder that holds config.json and *.safetensors, or a .gguf file.")
+    if (path / "config.json").exists():
+        return FolderSource(path)
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return _gguf(ggufs[0])
+    if len(ggufs) > 1:
+        raise RequestError(f"{path}: holds {len(ggufs)} GGUF files; name one of them: {', '.join(g.name for g in ggufs[:5])}")
+    raise SourceError(f"{path}: no config.json and no .gguf file in this folder. Give the folder of a Hugging Face model.")
+
+
+def _gguf(path: Path) -> Source:
+    from quantkit.checkpoint.gguf_source import GGUFSource
+
+    return GGUFSource(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises SourceError if it is missing, damaged, or not an object."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SourceError(f"{path}: no such file. A Hugging Face model folder has one; download it again.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path}: not valid JSON ({error}). Download it again.") from error
+    if not isinstance(data, dict):
+        raise SourceError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+def _tensor_files(path: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index or from the single file's header."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise SourceError(f"{index}: has no weight_map. Download it again.")
+        for file in sorted(set(files.values())):
+            if not (path / file).exists():
+                lost = [name for name, where in files.items() if where == file]
+                raise SourceError(
+                    f"{path}: shard {file} is missing ({len(lost)} tensors, first {lost[0]!r}). Download it again."
+                )
+        return dict(files)
+    if (path / "model.safetensors").exists():
+        return dict.fromkeys(_header(path / "model.safetensors"), "model.safetensors")
+    pickles = [p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
+    if pickles:
+        raise SourceError(
+            f"{path}: only pickle weights ({pickles[0]}), which are never opened (unpickling runs code). "
+            "Save the model as safetensors first."
+        )
+    shards = sorted(p.name for p in path.glob("*.safetensors"))
+    hint = f"found {shards[0]} but no model.safetensors.index.json" if shards else "no *.safetensors file"
+    raise SourceError(f"{path}: no weights ({hint}). Download the model again.")
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    """Names, dtypes and shapes of one safetensors file. The library checks that the file is as long as its header says."""
+    from safetensors import SafetensorError, safe_open
+
+    infos = {}
+    try:
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
+                part = handle.get_slice(name)
+                dtype = part.get_dtype()
+                if dtype not in DTYPES:
+                    raise SourceError(f"{file}: {name!r} has dtype {dtype}, which quantkit does not read.")
+                infos[name] = TensorInfo(DTYPES[dtype], tuple(part.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise SourceError(f"{file}: not a whole safetensors file ({error}). Download it again.") from error
+    return infos

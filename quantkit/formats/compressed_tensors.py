@@ -1,0 +1,171 @@
+"""compressed-tensors ``pack-quantized``: vLLM's home format; also read by SGLang, transformers, lmdeploy, llama.cpp.
+
+Per linear ``X`` (out_features N, in_features K, group g), as compressed_tensors/compressors/pack_quantized reads it::
+
+    X.weight_packed      int32 [N, ceil(K * bits / 32)]        along K, LSB-first; field = signed code + 2**(bits-1)
+    X.weight_scale       16 bit [N, K / g] or [N, 1]
+    X.weight_zero_point  int32 [ceil(N * bits / 32), K / g]    along N; field = signed zero + 2**(bits-1); only asymmetric
+    X.weight_shape       int64 [2]
+
+A field equals our unsigned code, and our zero, unchanged: the signed convention lives only in the reader's arithmetic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.core.packing import pack_rows, packed_width, unpack_rows
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError
+from quantkit.formats import Layout
+
+LOCAL = ("weight_packed", "weight_scale", "weight_shape")
+ZERO = "weight_zero_point"
+
+
+class CompressedTensors:
+    name = "compressed-tensors"
+    summary = "pack-quantized int4/int8 for vLLM, SGLang, transformers, lmdeploy"
+
+    @staticmethod
+    def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
+        if scheme.bits not in (4, 8):
+            return (
+                f"{scheme.bits} bits: readers of compressed-tensors load 4 and 8 bits (older ones unpack "
+                "3, 5, 6 and 7 bits differently). Use --format native, or --bits 4 or 8."
+            )
+        if scheme.group_size is not None and in_features % scheme.group_size:
+            return f"group size {scheme.group_size} does not divide {in_features} inputs. Use --format native."
+        return None
+
+    @staticmethod
+    def group_size_for(scheme: Scheme, in_features: int) -> int | None:
+        if scheme.group_size is None or in_features % scheme.group_size == 0:
+            return scheme.group_size
+        smaller = (size for size in (128, 64, 32) if size < scheme.group_size or scheme.group_size < 32)
+        return next((size for size in smaller if in_features % size == 0), None)
+
+    @staticmethod
+    def encode(q: QuantTensor) -> dict[str, Tensor]:
+        parts = {
+            "weight_packed": pack_rows(q.codes, q.scheme.bits),
+            "weight_scale": q.scales.contiguous(),
+            "weight_shape": torch.tensor(q.shape, dtype=torch.int64),
+        }
+        if q.zeros is not None:
+            parts[ZERO] = pack_rows(q.zeros.t(), q.scheme.bits).t().contiguous()
+        return parts
+
+    @staticmethod
+    def decode(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
+        out_features, in_features = (int(n) for n in parts["weight_shape"])
+        packed = parts["weight_packed"]
+        if tuple(packed.shape) != (out_features, packed_width(in_features, scheme.bits)):
+            raise CheckpointError(
+                f"weight_packed {list(packed.shape)} does not hold {scheme.bits}-bit codes of {[out_features, in_features]} "
+                "as one dense stream (older releases pad 3, 5, 6 and 7 bits; those files are not read)"
+            )
+        zeros = None
+        if not scheme.symmetric:
+            zeros = unpack_rows(parts[ZERO].t().contiguous(), scheme.bits, out_features).t().contiguous().to(torch.int16)
+        return QuantTensor(unpack_rows(packed, scheme.bits, in_features), parts["weight_scale"], zeros, scheme)
+
+    @staticmethod
+    def config(layout: Layout, version: str) -> dict[str, Any]:
+        by_scheme: dict[Scheme, list[str]] = {}
+        for module, scheme in layout.modules.items():
+            by_scheme.setdefault(scheme, []).append(module)
+        # One scheme for every linear is written as the class name, which every reader knows; fused readers (vLLM)
+        # match lists of exact names for mixed schemes.
+        single = len(by_scheme) == 1
+        groups = {
+            f"group_{i}": {
+                "targets": ["Linear"] if single else modules,
+                "weights": _weights(scheme),
+                "input_activations": None,
+                "output_activations": None,
+                "format": "pack-quantized",
+            }
+            for i, (scheme, modules) in enumerate(by_scheme.items())
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(layout.dense),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+            "version": "0.20.0",
+        }
+
+    @staticmethod
+    def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        if config.get("format") not in ("pack-quantized", None) and config.get("format") != "mixed-precision":
+            raise CheckpointError(
+                f"compressed-tensors format {config.get('format')!r} is not read; quantkit reads 'pack-quantized'."
+            )
+        stored = set(names)
+        found = {}
+        for name in names:
+            if name.endswith(".weight_packed"):
+                module = name.removesuffix(".weight_packed")
+                if f"{module}.weight_g_idx" in stored:
+                    raise CheckpointError(f"{module}: weight_g_idx (actorder 'group') is not read; groups must be contiguous.")
+                found[module] = LOCAL + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
+        return found
+
+    @staticmethod
+    def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
+        return CompressedTensors.decode(parts, _scheme_of(module, parts, config))
+
+
+def _weights(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "channel" if scheme.group_size is None else "group",
+        "group_size": scheme.group_size,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+
+
+def _scheme_of(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> Scheme:
+    """The scheme of a module: the config group whose target matches, exact names before patterns before classes."""
+    ranked = sorted(
+        (rank, weights)
+        for rank, weights in (
+            (min((_rank(target, module) for target in group["targets"]), default=9), i)
+            for i, group in enumerate(config["config_groups"].values())
+        )
+        if rank < 9
+    )
+    if not ranked:
+        raise CheckpointError(f"{module}: stored packed, but no group of the quantization_config targets it.")
+    weights = list(config["config_groups"].values())[ranked[0][1]]["weights"]
+    if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):
+        raise CheckpointError(f"{module}: {weights.get('type')} weights with strategy {weights['strategy']!r} are not read.")
+    dtype = {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(parts["weight_scale"].dtype)
+    if dtype is None:
+        raise CheckpointError(f"{module}: scales stored as {parts['weight_scale'].dtype}; float16 and bfloat16 are read.")
+    size = weights["group_size"] if weights["strategy"] == "group" else None
+    return Scheme(weights["num_bits"], size, weights["symmetric"], dtype)
+
+
+def _rank(target: str, module: str) -> int:
+    if target == module:
+        return 0
+    if target.startswith("re:"):
+        return 1 if re.match(target[3:], module) else 9
+    return 2 if target == "Linear" else 9

@@ -1,0 +1,95 @@
+"""native: quantkit's own format. 2 to 8 bits, any group size, a short last group, any shape.
+
+Per linear ``X`` (out_features N, in_features K, groups G = ceil(K / group_size))::
+
+    X.qweight   int32   [N, ceil(K * bits / 32)]   codes packed along K, one dense LSB-first stream per row
+    X.scales    fp16 or bf16 [N, G]
+    X.qzeros    int32   [N, ceil(G * bits' / 32)]  zeros packed along the groups; only when asymmetric;
+                                                   bits' = bits + 1 for bits < 8 where a zero may be 2**bits, else 8
+    X.shape     int64   [2]                        [N, K]
+
+``config.json`` gets ``quantization_config = {"quant_method": "quantkit", "format_version": 1, "modules": {name: scheme}}``.
+The layout is drawn in docs/formats/native.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.core.packing import pack_rows, packed_width, unpack_rows
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError
+from quantkit.formats import Layout
+
+VERSION = 1
+
+
+class Native:
+    name = "native"
+    summary = "quantkit's own: 2 to 8 bits, any group size, short last groups"
+
+    @staticmethod
+    def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
+        return None
+
+    @staticmethod
+    def group_size_for(scheme: Scheme, in_features: int) -> int | None:
+        return scheme.group_size
+
+    @staticmethod
+    def encode(q: QuantTensor) -> dict[str, Tensor]:
+        parts = {
+            "qweight": pack_rows(q.codes, q.scheme.bits),
+            "scales": q.scales.contiguous(),
+            "shape": torch.tensor(q.shape, dtype=torch.int64),
+        }
+        if q.zeros is not None:
+            parts["qzeros"] = pack_rows(q.zeros, _zero_bits(q.scheme))
+        return parts
+
+    @staticmethod
+    def decode(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
+        out_features, in_features = (int(n) for n in parts["shape"])
+        if tuple(parts["qweight"].shape) != (out_features, packed_width(in_features, scheme.bits)):
+            raise CheckpointError(
+                f"qweight {list(parts['qweight'].shape)} does not hold {scheme.bits}-bit codes of {[out_features, in_features]}"
+            )
+        zeros = None
+        if not scheme.symmetric:
+            zeros = unpack_rows(parts["qzeros"], _zero_bits(scheme), scheme.groups(in_features)).to(torch.int16)
+        return QuantTensor(unpack_rows(parts["qweight"], scheme.bits, in_features), parts["scales"], zeros, scheme)
+
+    @staticmethod
+    def config(layout: Layout, version: str) -> dict[str, Any]:
+        return {
+            "quant_method": "quantkit",
+            "format_version": VERSION,
+            "quantkit_version": version,
+            "modules": {name: scheme.to_json() for name, scheme in layout.modules.items()},
+        }
+
+    @staticmethod
+    def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        if config.get("format_version") != VERSION:
+            raise CheckpointError(
+                f"native format version {config.get('format_version')}; this quantkit reads version {VERSION}. Upgrade quantkit."
+            )
+        found = {}
+        for module, scheme in config["modules"].items():
+            local = ("qweight", "scales", "shape") + (() if scheme["symmetric"] else ("qzeros",))
+            found[module] = local
+        return found
+
+    @staticmethod
+    def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
+        return Native.decode(parts, Scheme.from_json(config["modules"][module]))
+
+
+def _zero_bits(scheme: Scheme) -> int:
+    # zeros run 0 .. 2**bits (one more than codes, see QuantTensor); at 8 bits the writer never uses 256
+    return min(scheme.bits + 1, 8)

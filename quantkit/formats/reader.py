@@ -1,0 +1,64 @@
+"""QuantizedReader: a checkpoint seen as quantized modules plus plain tensors, whatever its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from quantkit.core.qtensor import BlockTensor, QuantTensor
+from quantkit.errors import CheckpointError
+from quantkit.formats import Reader, reader_format
+
+
+class Readable(Protocol):
+    """What the reader needs of a source."""
+
+    path: Path
+
+    def names(self) -> list[str]: ...
+    def read(self, name: str) -> Tensor: ...
+    def quantization(self) -> dict[str, Any] | None: ...
+
+
+class QuantizedReader:
+    """View of a source. ``modules`` maps each quantized module to the local names of its tensors ({} for fp models).
+
+    Raises CheckpointError if a tensor of a quantized module is missing.
+    """
+
+    def __init__(self, source: Readable) -> None:
+        self.source = source
+        self.config = source.quantization()
+        self._format: Reader | None = None
+        self.modules: dict[str, tuple[str, ...]] = {}
+        if self.config is not None:
+            self._format = reader_format(self.config)
+            self.modules = self._format.modules(source.names(), self.config)
+            stored = set(source.names())
+            for module, local in self.modules.items():
+                lost = [part for part in local if f"{module}.{part}" not in stored]
+                if lost:
+                    raise CheckpointError(f"{source.path}: {module} lacks its tensor {lost[0]!r}. The checkpoint is incomplete.")
+            if not self.modules:
+                raise CheckpointError(f"{source.path}: config.json says quantized, but no quantized tensor is stored.")
+
+    def module(self, name: str) -> QuantTensor | BlockTensor:
+        """Decode one quantized module. Raises CheckpointError, naming the module, if its tensors do not fit."""
+        if self._format is None or self.config is None:
+            raise CheckpointError(f"{self.source.path}: not a quantized checkpoint")
+        parts = {part: self.source.read(f"{name}.{part}") for part in self.modules[name]}
+        try:
+            return self._format.read_module(name, parts, self.config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.source.path}: {name}: {error}") from error
+
+    def plain_names(self) -> list[str]:
+        """Tensors that are no part of a quantized module."""
+        packed = {f"{module}.{part}" for module, local in self.modules.items() for part in local}
+        return [name for name in self.source.names() if name not in packed]
+
+    def read(self, name: str) -> Tensor:
+        """A plain tensor."""
+        return self.source.read(name)

@@ -1,0 +1,178 @@
+"""The model on the meta device: find its decoder blocks and their linears, load one module's weights at a time.
+
+Structure is found, not listed: decoder blocks are the ModuleList that holds most parameters. There is no file per family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoint.names import match_names
+from quantkit.checkpoint.source import Source
+from quantkit.errors import NumericsError, SourceError, UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The decoder blocks of a model: ``model.layers`` and the like."""
+
+    prefix: str
+    modules: nn.ModuleList
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def name(self, index: int) -> str:
+        return f"{self.prefix}.{index}"
+
+
+@dataclass(frozen=True)
+class InputGroup:
+    """Linears of a block that read the same tensor (q/k/v, gate/up); found by running, see ``stepper.input_groups``."""
+
+    linears: tuple[str, ...]  # names inside the block, e.g. "self_attn.q_proj"
+
+
+def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The transformers model of a config, parameters on the meta device, buffers (rotary tables, scales) real, eval mode.
+
+    Raises UnsupportedModel for a model type that transformers does not know or that is no causal language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    data = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype", "transformers_version")}
+    kind = data.pop("model_type", None)
+    if kind is None:
+        raise UnsupportedModel("config.json has no model_type: this is no transformers model. Add it, or use another export.")
+    if "vision_config" in data or "audio_config" in data:
+        raise UnsupportedModel(f"{kind}: has a vision or audio tower; quantkit converts text models. Export its language model.")
+    try:
+        hf_config = AutoConfig.for_model(kind, **data)
+    except ValueError:
+        raise UnsupportedModel(f"model_type {kind!r} is unknown to the installed transformers. Upgrade transformers.") from None
+    try:
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as error:
+        raise UnsupportedModel(f"model_type {kind!r}: no causal language model of that type in transformers ({error})") from None
+    return model.eval()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """New parameters go to meta; buffers stay real, because non-persistent ones cannot be read from any file."""
+    original: Callable[..., None] = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(module, name, param)
+        if param is not None:
+            module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """The ModuleList that holds most parameters. Raises UnsupportedModel if there is none, or its blocks hold no linears."""
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            size = sum(p.numel() for p in module.parameters())
+            if best is None or size > best[0]:
+                best = (size, name, module)
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if best is None or best[0] == 0:
+        raise UnsupportedModel(f"{kind}: no list of decoder blocks was found; this architecture is not supported.")
+    blocks = Blocks(best[1], best[2])
+    for index, block in enumerate(blocks.modules):
+        if not block_linears(block):
+            raise UnsupportedModel(f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no linear layer to quantize.")
+        odd = [
+            f"{blocks.name(index)}.{name} {list(p.shape)}"
+            for name, p in block.named_parameters()
+            if p.dim() > 1 and not isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        ]
+        if odd:
+            raise UnsupportedModel(f"{kind}: {odd[0]} is a weight outside an nn.Linear (fused experts, Conv1D, ...): not supported yet.")
+    return blocks
+
+
+def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
+    """Linears of one block by their name inside it, in module order."""
+    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+
+
+class Weights:
+    """Where each parameter of a skeleton comes from, and the loading of one module at a time.
+
+    Raises SourceError / UnsupportedModel at construction if names or shapes do not fit (everything is checked from
+    headers, before any weight is read).
+    """
+
+    def __init__(self, model: nn.Module, source: Source, dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.source, self.dtype = model, source, dtype
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+        self.tied = tied_parameters(model)
+        prefix = getattr(model, "base_model_prefix", "")
+        self.names = match_names(self.parameters, source.names(), self.tied, prefix, str(source.path))
+        for name, stored in self.names.items():
+            expected, found = tuple(self.parameters[name].shape), source.info(stored).shape
+            if expected != found:
+                raise SourceError(
+                    f"{source.path}: tensor {stored!r} has shape {list(found)}; config.json implies {list(expected)}. "
+                    "The weights and the config belong to different models."
+                )
+
+    def load(self, module_name: str) -> None:
+        """Read every parameter below a module (``""`` = none but its own) into memory. Raises NumericsError for NaN or inf."""
+        module = self.model.get_submodule(module_name)
+        for local, _ in list(module.named_parameters()):
+            self.load_parameter(f"{module_name}.{local}" if module_name else local)
+
+    def load_parameter(self, name: str) -> None:
+        owner_name, _, local = name.rpartition(".")
+        owner = self.model.get_submodule(owner_name)
+        owner._parameters[local] = nn.Parameter(self.read(name), requires_grad=False)
+
+    def read(self, name: str) -> Tensor:
+        """One parameter in the working dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
+        stored = self.names[name]
+        value = self.source.read(stored)
+        if not bool(torch.isfinite(value).all()):
+            bad = int((~torch.isfinite(value)).sum())
+            raise NumericsError(
+                f"{self.source.path}: tensor {stored!r} holds {bad} NaN or infinite values. The file is damaged or the "
+                "training diverged; nothing sensible can be quantized from it."
+            )
+        return value.to(self.dtype)
+
+    def release(self, module_name: str) -> None:
+        """Put a module's parameters back on meta, so that their memory is free."""
+        for module in self.model.get_submodule(module_name).modules():
+            for local, param in list(module._parameters.items()):
+                if param is not None:
+                    module._parameters[local] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+
+
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameter -> the parameter whose tensor it shares (``lm_head.weight`` -> ``model.embed_tokens.weight``)."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "tie_word_embeddings", False):
+        return {}
+    head, embed = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    if head is None or embed is None:
+        return {}
+    return {f"{_name_of(model, head)}.weight": f"{_name_of(model, embed)}.weight"}
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)

@@ -1,0 +1,151 @@
+"""Step a model block by block, with exactly the arguments its own forward would give each block.
+
+The identity recorder: every block's forward is replaced by one that records its arguments and returns the hidden state
+unchanged, and the model's own forward runs once. Masks, rotary tables and flags are then the model's own, per block
+(reusing block 0's arguments is silently wrong on models with mixed layer types).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import UnsupportedModel
+from quantkit.model.skeleton import Blocks, block_linears
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments one block receives, its hidden state excepted."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the model feeds its first block, and the other arguments of every block."""
+
+    hidden: Tensor  # [batch, tokens, hidden]
+    calls: list[Call]
+
+
+class _Stop(Exception):
+    """Raised by the last block's stand-in: the tail of the model need not run."""
+
+
+@contextlib.contextmanager
+def _forwards(modules: Sequence[nn.Module], stand_ins: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    for module, stand_in in zip(modules, stand_ins, strict=True):
+        module.forward = stand_in  # shadows the class's method
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+@torch.no_grad()
+def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
+    """Run the model's own forward with recording blocks. Blocks may be on meta; what comes before them must be loaded.
+
+    input_ids: int64 [batch, tokens]. Raises UnsupportedModel if a block does not take the hidden state first.
+    """
+    calls: list[Call] = []
+    first: list[Tensor] = []
+
+    def recorder(index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], Tensor):
+                hidden, rest = args[0], args[1:]
+            elif isinstance(kwargs.get("hidden_states"), Tensor):
+                hidden, rest = kwargs.pop("hidden_states"), args
+            else:
+                raise UnsupportedModel(f"{blocks.name(index)}: its first argument is not the hidden state.")
+            if index == 0:
+                first.append(hidden)
+            calls.append(Call(rest, kwargs))
+            if index == len(blocks) - 1:
+                raise _Stop
+            return hidden
+
+        return forward
+
+    with _forwards(list(blocks.modules), [recorder(i) for i in range(len(blocks))]), contextlib.suppress(_Stop):
+        model(input_ids=input_ids, use_cache=False)
+    if len(calls) != len(blocks):
+        raise UnsupportedModel(f"{blocks.prefix}: the model ran {len(calls)} of its {len(blocks)} blocks once, in order: unsupported.")
+    return Recording(first[0], calls)
+
+
+@torch.no_grad()
+def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+    """One block on a hidden state [batch, tokens, hidden] -> the next. Blocks that return tuples give their first member."""
+    out = block(hidden, *call.args, **call.kwargs)
+    result = out[0] if isinstance(out, tuple) else out
+    if not isinstance(result, Tensor) or result.shape != hidden.shape:
+        raise UnsupportedModel(f"{type(block).__name__}: does not return a hidden state of shape {list(hidden.shape)}.")
+    return result
+
+
+@torch.no_grad()
+def run_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
+    """What follows the blocks (final norm, head, soft caps), by the model's own forward: final hidden state -> logits."""
+
+    def stand_in(*args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+    with _forwards(list(blocks.modules), [stand_in] * len(blocks)):
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits
+
+
+def same_call(a: Call, b: Call) -> bool:
+    """True if two recordings of one block agree: its arguments then depend on shapes only, not on the tokens."""
+    return len(a.args) == len(b.args) and a.kwargs.keys() == b.kwargs.keys() and _same(
+        (a.args, list(a.kwargs.values())), (b.args, list(b.kwargs.values()))
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or type(a) is type(b)
+
+
+def input_groups(block: nn.Module, hidden: Tensor, call: Call) -> list[tuple[str, ...]]:
+    """Linears of a block that read one and the same tensor, in order of execution; found by running the block.
+
+    Returns e.g. ``[("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",), ...]``.
+    Raises UnsupportedModel for a linear that does not run (its input would never be seen).
+    """
+    seen: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
+    keep: list[Tensor] = []  # a freed input's address could be reused by another one
+
+    def hook(name: str) -> Callable[..., None]:
+        def pre(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0]
+            keep.append(x)
+            seen.setdefault((x.data_ptr(), x._version, tuple(x.shape)), []).append(name)
+
+        return pre
+
+    linears = block_linears(block)
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    try:
+        run_block(block, hidden, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    ran = [name for names in seen.values() for name in names]
+    if sorted(ran) != sorted(linears):
+        odd = sorted(set(linears) - set(ran)) or sorted({n for n in ran if ran.count(n) > 1})
+        raise UnsupportedModel(f"{type(block).__name__}.{odd[0]}: does not run exactly once per forward; not supported.")
+    return [tuple(names) for names in seen.values()]
