@@ -1,0 +1,127 @@
+"""bitsandbytes checkpoints, read only: NF4 and FP4 (with or without double quantization) and LLM.int8.
+
+4 bits, per linear ``X`` (out_features N, in_features K, weight flattened row by row, blocks of B = 64 elements)::
+
+    X.weight                                   uint8 [N*K/2, 1]   first element in the high nibble: an index into quant_map
+    X.weight.absmax                            fp32 [N*K/B], or uint8 when nested (double quantization)
+    X.weight.quant_map                         fp32 [16]
+    X.weight.nested_absmax, .nested_quant_map  fp32 [N*K/B/256], fp32 [256]     absmax = map[code] * nested_absmax + offset
+    X.weight.quant_state.bitsandbytes__nf4     uint8: JSON {quant_type, blocksize, dtype, shape, [nested_blocksize, nested_offset]}
+
+8 bits::
+
+    X.weight int8 [N, K]      X.SCB fp32 [N]      w = code * SCB / 127      X.weight_format uint8, 0 = row major
+
+Layouts: bitsandbytes/functional.py (QuantState), bitsandbytes/nn/modules.py (Linear8bitLt). The library itself is not
+needed to read them. Writing is left to bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.core.qtensor import BlockTensor
+from quantkit.errors import CheckpointError
+
+STATE = "weight.quant_state.bitsandbytes__"
+FOUR_BIT = ("weight", "weight.absmax", "weight.quant_map")
+NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
+
+
+class BitsAndBytes:
+    name = "bitsandbytes"
+    summary = "NF4, FP4 and LLM.int8 of the bitsandbytes library (read only)"
+
+    @staticmethod
+    def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+        """Quantized modules and their local tensor names. A missing part is found by the caller."""
+        stored = set(names)
+        found: dict[str, tuple[str, ...]] = {}
+        for name in names:
+            module, mark, kind = name.partition(f".{STATE}")
+            if mark:
+                nested = NESTED if f"{module}.{NESTED[0]}" in stored else ()
+                found[module] = (*FOUR_BIT, *nested, f"{STATE}{kind}")
+            elif name.endswith(".SCB"):
+                module = name.removesuffix(".SCB")
+                layout = ("weight_format",) if f"{module}.weight_format" in stored else ()
+                found[module] = ("weight", "SCB", *layout)
+        return found
+
+    @staticmethod
+    def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> BlockTensor:
+        """Decode one module. Raises CheckpointError when its tensors do not fit together."""
+        return _int8(parts) if "SCB" in parts else _four_bit(parts)
+
+
+def _int8(parts: Mapping[str, Tensor]) -> BlockTensor:
+    weight, scales = parts["weight"], parts["SCB"]
+    if weight.dtype != torch.int8 or weight.dim() != 2 or tuple(scales.shape) != (weight.shape[0],):
+        raise CheckpointError(
+            f"int8 weight is {weight.dtype} {list(weight.shape)} with SCB {list(scales.shape)}; expected int8 [N, K] and [N]"
+        )
+    if int(parts.get("weight_format", torch.tensor(0))) != 0:
+        raise CheckpointError("weight_format is not row-major (0). Save the model again with a current bitsandbytes.")
+    raw = {"weight": weight, "SCB": scales}
+    shape = (weight.shape[0], weight.shape[1])
+    return BlockTensor("llm-int8", raw, shape, _stored_bits(raw), decode_int8)
+
+
+def decode_int8(raw: Mapping[str, Tensor]) -> Tensor:
+    """``code * SCB / 127`` in float32 ``[out, in]``."""
+    return raw["weight"].float() * (raw["SCB"].float() / 127).unsqueeze(1)
+
+
+def _four_bit(parts: Mapping[str, Tensor]) -> BlockTensor:
+    state_name = next(name for name in parts if name.startswith(STATE))
+    try:
+        state = json.loads(bytes(parts[state_name].to(torch.uint8).tolist()).decode())
+        rows, cols = (int(n) for n in state["shape"])
+        block, kind = int(state["blocksize"]), str(state["quant_type"])
+        if NESTED[0] in parts:
+            nested_block, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
+        else:
+            nested_block, offset = 0, 0.0
+    except (ValueError, KeyError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{state_name} does not describe a 4-bit matrix ({error!r})") from error
+    raw = {name: tensor for name, tensor in parts.items() if name != state_name}
+    packed, blocks = raw["weight"], math.ceil(rows * cols / block)
+    if (
+        packed.dtype != torch.uint8
+        or packed.numel() != (rows * cols + 1) // 2
+        or raw["weight.absmax"].numel() != blocks
+    ):
+        raise CheckpointError(
+            f"{packed.numel()} {packed.dtype} values and {raw['weight.absmax'].numel()} scales do not hold {kind} {[rows, cols]} "
+            f"in blocks of {block} (only quant_storage uint8 is read)"
+        )
+
+    def decode(raw: Mapping[str, Tensor]) -> Tensor:
+        return decode_four_bit(raw, (rows, cols), block, nested_block, offset)
+
+    return BlockTensor(kind, raw, (rows, cols), _stored_bits(raw), decode)
+
+
+def decode_four_bit(
+    raw: Mapping[str, Tensor], shape: tuple[int, int], block: int, nested_block: int, offset: float
+) -> Tensor:
+    """``quant_map[index] * absmax`` in float32 ``shape``. nested_block: block of the quantized absmax, 0 if it is fp32."""
+    numel, packed = shape[0] * shape[1], raw["weight"].flatten()
+    index = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[:numel]
+    absmax = raw["weight.absmax"].flatten()
+    if nested_block:
+        absmax = raw["weight.nested_quant_map"].float()[absmax.long()]
+        absmax = absmax * raw["weight.nested_absmax"].float().repeat_interleave(nested_block)[: absmax.numel()] + offset
+    values = raw["weight.quant_map"].float()[index.long()]
+    return (values * absmax.float().repeat_interleave(block)[:numel]).reshape(shape)
+
+
+def _stored_bits(raw: Mapping[str, Tensor]) -> int:
+    """Bits of codes and scales; the two constant maps (16 and 256 values, the same in every module) are not counted."""
+    return sum(8 * t.numel() * t.itemsize for name, t in raw.items() if not name.endswith("quant_map"))
