@@ -1,1 +1,26 @@
-"""One file is one algorithm, a pure function on tensors. Imports core."""
+"""One file is one algorithm, a pure function on tensors. Imports core.
+
+Every algorithm takes one weight, or several that read the same input stacked along their rows, and returns a Solution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.core.qtensor import QuantTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What an algorithm decided, and how it went."""
+
+    quantized: QuantTensor
+    damping: float | None = None  # of the Hessian's mean diagonal, what it took to factorise it
+    fallback: str | None = None  # why a simpler method was used instead; None if it was not
+
+
+Scales = Literal["minmax", "search"]
+METHODS = ("gptq", "rtn")  # what convert offers; calibrated ones first
+CALIBRATED = ("gptq",)
+LATER = ("awq", "hqq", "smooth", "tune", "autoround", "kquant")

@@ -99,7 +99,9 @@ class FolderSource:
             with safe_open(self.path / self._files[name], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
-            raise SourceError(f"{self.path / self._files[name]}: cannot read {name!r} ({error}). Download it again.") from error
+            raise SourceError(
+                f"{self.path / self._files[name]}: cannot read {name!r} ({error}). Download it again."
+            ) from error
         return tensor
 
     @cached_property
@@ -107,7 +109,9 @@ class FolderSource:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for file in sorted(set(self._files.values())):
             with (self.path / file).open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest() if hasattr(hashlib, "file_digest") else _hash(stream))
+                digest.update(
+                    hashlib.file_digest(stream, "sha256").digest() if hasattr(hashlib, "file_digest") else _hash(stream)
+                )
         return digest.hexdigest()
 
     def digest(self) -> str:
@@ -143,16 +147,24 @@ def open_source(ref: str | Path) -> Source:
         if path.suffix == ".gguf":
             return _gguf(path)
         if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
-            raise SourceError(f"{path}: pickle files are never opened (unpickling runs code). Convert it to safetensors first.")
-        raise SourceError(f"{path}: not a model. Give the folder that holds config.json and *.safetensors, or a .gguf file.")
+            raise SourceError(
+                f"{path}: pickle files are never opened (unpickling runs code). Convert it to safetensors first."
+            )
+        raise SourceError(
+            f"{path}: not a model. Give the folder that holds config.json and *.safetensors, or a .gguf file."
+        )
     if (path / "config.json").exists():
         return FolderSource(path)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return _gguf(ggufs[0])
     if len(ggufs) > 1:
-        raise RequestError(f"{path}: holds {len(ggufs)} GGUF files; name one of them: {', '.join(g.name for g in ggufs[:5])}")
-    raise SourceError(f"{path}: no config.json and no .gguf file in this folder. Give the folder of a Hugging Face model.")
+        raise RequestError(
+            f"{path}: holds {len(ggufs)} GGUF files; name one of them: {', '.join(g.name for g in ggufs[:5])}"
+        )
+    raise SourceError(
+        f"{path}: no config.json and no .gguf file in this folder. Give the folder of a Hugging Face model."
+    )
 
 
 def _gguf(path: Path) -> Source:

@@ -50,7 +50,9 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
     """Undo ``pack_rows``: int32 [rows, packed_width] -> uint8 [rows, cols]. Raises ValueError for a wrong width."""
     rows = words.shape[0]
     if words.dtype != torch.int32 or words.shape[1] != packed_width(cols, bits):
-        raise ValueError(f"{cols} codes of {bits} bits need int32 [rows, {packed_width(cols, bits)}], got {words.dtype} {list(words.shape)}")
+        raise ValueError(
+            f"{cols} codes of {bits} bits need int32 [rows, {packed_width(cols, bits)}], got {words.dtype} {list(words.shape)}"
+        )
     mask = (1 << bits) - 1
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
@@ -90,4 +92,6 @@ def _check(codes: Tensor, bits: int) -> None:
     if not 1 <= bits <= 8:
         raise ValueError(f"bits={bits}: 1 to 8 bits are packed")
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= 1 << bits):
-        raise ValueError(f"codes run from {int(codes.min())} to {int(codes.max())}; {bits} bits hold 0 to {(1 << bits) - 1}")
+        raise ValueError(
+            f"codes run from {int(codes.min())} to {int(codes.max())}; {bits} bits hold 0 to {(1 << bits) - 1}"
+        )

@@ -39,9 +39,13 @@ class QuantTensor:
                 f"{list(self.codes.shape)} needs float16 or bfloat16 {list(expected)}"
             )
         if (self.zeros is None) != self.scheme.symmetric:
-            raise CheckpointError(f"{self.scheme.describe()}: zeros must be {'absent' if self.scheme.symmetric else 'present'}")
+            raise CheckpointError(
+                f"{self.scheme.describe()}: zeros must be {'absent' if self.scheme.symmetric else 'present'}"
+            )
         if self.zeros is not None and (tuple(self.zeros.shape) != expected or self.zeros.dtype != torch.int16):
-            raise CheckpointError(f"zeros are {self.zeros.dtype} {list(self.zeros.shape)}, expected int16 {list(expected)}")
+            raise CheckpointError(
+                f"zeros are {self.zeros.dtype} {list(self.zeros.shape)}, expected int16 {list(expected)}"
+            )
 
     @property
     def shape(self) -> tuple[int, int]:

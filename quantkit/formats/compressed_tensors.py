@@ -73,7 +73,9 @@ class CompressedTensors:
             )
         zeros = None
         if not scheme.symmetric:
-            zeros = unpack_rows(parts[ZERO].t().contiguous(), scheme.bits, out_features).t().contiguous().to(torch.int16)
+            zeros = (
+                unpack_rows(parts[ZERO].t().contiguous(), scheme.bits, out_features).t().contiguous().to(torch.int16)
+            )
         return QuantTensor(unpack_rows(packed, scheme.bits, in_features), parts["weight_scale"], zeros, scheme)
 
     @staticmethod
@@ -117,7 +119,9 @@ class CompressedTensors:
             if name.endswith(".weight_packed"):
                 module = name.removesuffix(".weight_packed")
                 if f"{module}.weight_g_idx" in stored:
-                    raise CheckpointError(f"{module}: weight_g_idx (actorder 'group') is not read; groups must be contiguous.")
+                    raise CheckpointError(
+                        f"{module}: weight_g_idx (actorder 'group') is not read; groups must be contiguous."
+                    )
                 found[module] = LOCAL + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
         return found
 
@@ -155,10 +159,14 @@ def _scheme_of(module: str, parts: Mapping[str, Tensor], config: Mapping[str, An
         raise CheckpointError(f"{module}: stored packed, but no group of the quantization_config targets it.")
     weights = list(config["config_groups"].values())[ranked[0][1]]["weights"]
     if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):
-        raise CheckpointError(f"{module}: {weights.get('type')} weights with strategy {weights['strategy']!r} are not read.")
+        raise CheckpointError(
+            f"{module}: {weights.get('type')} weights with strategy {weights['strategy']!r} are not read."
+        )
     dtype = {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(parts["weight_scale"].dtype)
     if dtype is None:
-        raise CheckpointError(f"{module}: scales stored as {parts['weight_scale'].dtype}; float16 and bfloat16 are read.")
+        raise CheckpointError(
+            f"{module}: scales stored as {parts['weight_scale'].dtype}; float16 and bfloat16 are read."
+        )
     size = weights["group_size"] if weights["strategy"] == "group" else None
     return Scheme(weights["num_bits"], size, weights["symmetric"], dtype)
 

@@ -40,7 +40,9 @@ class QuantizedReader:
             for module, local in self.modules.items():
                 lost = [part for part in local if f"{module}.{part}" not in stored]
                 if lost:
-                    raise CheckpointError(f"{source.path}: {module} lacks its tensor {lost[0]!r}. The checkpoint is incomplete.")
+                    raise CheckpointError(
+                        f"{source.path}: {module} lacks its tensor {lost[0]!r}. The checkpoint is incomplete."
+                    )
             if not self.modules:
                 raise CheckpointError(f"{source.path}: config.json says quantized, but no quantized tensor is stored.")
 

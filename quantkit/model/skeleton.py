@@ -46,21 +46,33 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    data = {k: v for k, v in config.items() if k not in ("quantization_config", "dtype", "torch_dtype", "transformers_version")}
+    data = {
+        k: v
+        for k, v in config.items()
+        if k not in ("quantization_config", "dtype", "torch_dtype", "transformers_version")
+    }
     kind = data.pop("model_type", None)
     if kind is None:
-        raise UnsupportedModel("config.json has no model_type: this is no transformers model. Add it, or use another export.")
+        raise UnsupportedModel(
+            "config.json has no model_type: this is no transformers model. Add it, or use another export."
+        )
     if "vision_config" in data or "audio_config" in data:
-        raise UnsupportedModel(f"{kind}: has a vision or audio tower; quantkit converts text models. Export its language model.")
+        raise UnsupportedModel(
+            f"{kind}: has a vision or audio tower; quantkit converts text models. Export its language model."
+        )
     try:
         hf_config = AutoConfig.for_model(kind, **data)
     except ValueError:
-        raise UnsupportedModel(f"model_type {kind!r} is unknown to the installed transformers. Upgrade transformers.") from None
+        raise UnsupportedModel(
+            f"model_type {kind!r} is unknown to the installed transformers. Upgrade transformers."
+        ) from None
     try:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
     except ValueError as error:
-        raise UnsupportedModel(f"model_type {kind!r}: no causal language model of that type in transformers ({error})") from None
+        raise UnsupportedModel(
+            f"model_type {kind!r}: no causal language model of that type in transformers ({error})"
+        ) from None
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -74,11 +86,11 @@ def _parameters_on_meta() -> Iterator[None]:
         if param is not None:
             module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        nn.Module.register_parameter = original  # type: ignore[method-assign,assignment]
 
 
 def find_blocks(model: nn.Module) -> Blocks:
@@ -95,14 +107,18 @@ def find_blocks(model: nn.Module) -> Blocks:
     blocks = Blocks(best[1], best[2])
     for index, block in enumerate(blocks.modules):
         if not block_linears(block):
-            raise UnsupportedModel(f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no linear layer to quantize.")
+            raise UnsupportedModel(
+                f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no linear layer to quantize."
+            )
         odd = [
             f"{blocks.name(index)}.{name} {list(p.shape)}"
             for name, p in block.named_parameters()
             if p.dim() > 1 and not isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Linear)
         ]
         if odd:
-            raise UnsupportedModel(f"{kind}: {odd[0]} is a weight outside an nn.Linear (fused experts, Conv1D, ...): not supported yet.")
+            raise UnsupportedModel(
+                f"{kind}: {odd[0]} is a weight outside an nn.Linear (fused experts, Conv1D, ...): not supported yet."
+            )
     return blocks
 
 

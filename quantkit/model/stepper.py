@@ -79,7 +79,9 @@ def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
     with _forwards(list(blocks.modules), [recorder(i) for i in range(len(blocks))]), contextlib.suppress(_Stop):
         model(input_ids=input_ids, use_cache=False)
     if len(calls) != len(blocks):
-        raise UnsupportedModel(f"{blocks.prefix}: the model ran {len(calls)} of its {len(blocks)} blocks once, in order: unsupported.")
+        raise UnsupportedModel(
+            f"{blocks.prefix}: the model ran {len(calls)} of its {len(blocks)} blocks once, in order: unsupported."
+        )
     return Recording(first[0], calls)
 
 
@@ -107,8 +109,10 @@ def run_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor
 
 def same_call(a: Call, b: Call) -> bool:
     """True if two recordings of one block agree: its arguments then depend on shapes only, not on the tokens."""
-    return len(a.args) == len(b.args) and a.kwargs.keys() == b.kwargs.keys() and _same(
-        (a.args, list(a.kwargs.values())), (b.args, list(b.kwargs.values()))
+    return (
+        len(a.args) == len(b.args)
+        and a.kwargs.keys() == b.kwargs.keys()
+        and _same((a.args, list(a.kwargs.values())), (b.args, list(b.kwargs.values())))
     )
 
 
@@ -147,5 +151,7 @@ def input_groups(block: nn.Module, hidden: Tensor, call: Call) -> list[tuple[str
     ran = [name for names in seen.values() for name in names]
     if sorted(ran) != sorted(linears):
         odd = sorted(set(linears) - set(ran)) or sorted({n for n in ran if ran.count(n) > 1})
-        raise UnsupportedModel(f"{type(block).__name__}.{odd[0]}: does not run exactly once per forward; not supported.")
+        raise UnsupportedModel(
+            f"{type(block).__name__}.{odd[0]}: does not run exactly once per forward; not supported."
+        )
     return [tuple(names) for names in seen.values()]

@@ -1,0 +1,44 @@
+# quantkit: `make demo` and `make test` are all a newcomer needs. Both set up .venv themselves.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# The CPU build where one is offered, pinned so that every machine tests the same numbers.
+TORCH  ?= torch==2.13.0
+DEMO   ?= demo-out
+
+.PHONY: demo test test-slow test-interop lint fetch setup clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[dev,gguf,bnb]'
+	@touch $@
+
+fetch: setup
+	$(BIN)/quantkit fetch smollm2-135m
+	$(BIN)/quantkit fetch wikipedia-sample
+
+# A real model: original -> 4 bits, what it cost, its size, text that it writes.
+demo: fetch
+	$(BIN)/python eval/demo.py --out $(DEMO)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint fetch
+	$(BIN)/python -m pytest -m "not slow and not interop and not gpu" --doctest-modules quantkit tests
+
+test-slow: fetch
+	$(BIN)/quantkit fetch gemma3-270m
+	$(BIN)/python -m pytest -m "slow" tests
+
+test-interop: fetch
+	$(BIN)/python -m pytest -m "interop" tests
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info $(DEMO)

@@ -1,0 +1,19 @@
+"""RTN: round to nearest. Scales from the extremes (min-max) or searched for the smallest squared error; no data needed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quantkit.algorithms import Scales, Solution
+from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+
+
+def rtn(weight: Tensor, scheme: Scheme, scales: Scales = "minmax", importance: Tensor | None = None) -> Solution:
+    """weight [out, in] float -> codes, scales, zeros. importance: see ``affine.searched_params``. Inputs are not modified."""
+    if scales == "search":
+        step, zeros = affine.searched_params(weight, scheme, importance)
+    else:
+        step, zeros = affine.minmax_params(weight, scheme)
+    return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme))

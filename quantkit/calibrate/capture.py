@@ -1,0 +1,88 @@
+"""Run one block over all stored states: observe its linears' inputs (and keys and values), or advance the states."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibrate.stats import Hessian
+from quantkit.errors import UnsupportedModel
+from quantkit.model.stepper import Call, run_block
+
+
+class KeyValueSink(Protocol):
+    """Receives keys and values [batch, kv_heads, tokens, head_dim] as the cache would: after rotary."""
+
+    def add(self, keys: Tensor, values: Tensor) -> None: ...
+
+
+class _Done(Exception):
+    """Every input of the block has been seen; what follows the last linear's input need not run."""
+
+
+class _ObservingCache:
+    """Stands in for the KV cache: hands keys and values on, unchanged (the seam is ``Cache.update`` of transformers)."""
+
+    def __init__(self, sink: KeyValueSink) -> None:
+        self.sink = sink
+        self.called = False
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.sink.add(keys, values)
+        self.called = True
+        return keys, values
+
+
+@torch.no_grad()
+def observe(
+    block: nn.Module,
+    states: Sequence[Tensor],
+    call: Call,
+    groups: Sequence[tuple[str, ...]],
+    kv: KeyValueSink | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Hessian]:
+    """One Hessian per input group, over all states ([batch, tokens, hidden] each). kv: also observe keys and values."""
+    firsts = [block.get_submodule(names[0]) for names in groups]
+    hessians = [Hessian(linear.in_features) for linear in firsts]  # type: ignore[arg-type]
+
+    def hook(index: int) -> Callable[..., None]:
+        def pre(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            hessians[index].add(args[0])
+            if index == len(groups) - 1:
+                raise _Done
+
+        return pre
+
+    handles = [linear.register_forward_pre_hook(hook(i)) for i, linear in enumerate(firsts)]
+    cache = _ObservingCache(kv) if kv is not None else None
+    if cache is not None:
+        if "past_key_values" not in call.kwargs:
+            raise UnsupportedModel(
+                f"{type(block).__name__}: takes no past_key_values; its KV cache cannot be calibrated."
+            )
+        call = dataclasses.replace(call, kwargs={**call.kwargs, "past_key_values": cache})
+    try:
+        for state in states:
+            try:
+                run_block(block, state, call)
+            except _Done:
+                tick()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if cache is not None and not cache.called:
+        raise UnsupportedModel(f"{type(block).__name__}: never hands its keys and values to the cache.")
+    return hessians
+
+
+@torch.no_grad()
+def advance(block: nn.Module, states: list[Tensor], call: Call, tick: Callable[[], None] = lambda: None) -> None:
+    """Replace each state by the block's output, in place (one batch of outputs is alive at a time)."""
+    for state in states:
+        state.copy_(run_block(block, state, call))
+        tick()

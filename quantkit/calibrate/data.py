@@ -1,0 +1,59 @@
+"""Calibration text -> token windows: fixed seed, packed to full windows, hashed."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.texts import load_text
+from quantkit.checkpoint.tokenizer import wants_bos
+from quantkit.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Calibration tokens: int64 [samples, seq_len], and where they come from."""
+
+    ids: Tensor
+    name: str
+    text_sha256: str
+    bos: bool
+    seed: int
+
+    def digest(self) -> str:
+        """sha256 of the token ids: same windows, same statistics."""
+        return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()
+
+
+def load_windows(name: str, tokenizer: Any, *, samples: int, seq_len: int, seed: int, vocab_size: int) -> Windows:
+    """Tokenize the text once, cut it into consecutive full windows, draw ``samples`` of them.
+
+    Models whose tokenizer starts with BOS get BOS as first token of each window. Raises RequestError if the text is too
+    short, or if the tokenizer yields ids that the model has no embedding for (a wrong tokenizer).
+    """
+    text = load_text(name, split="calibration")
+    ids = torch.tensor(tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    bos = wants_bos(tokenizer)
+    room = seq_len - int(bos)
+    count = len(ids) // room
+    if count < samples:
+        raise RequestError(
+            f"--calibration {name}: {len(ids)} tokens make {count} windows of {seq_len}, but --samples {samples} are asked for. "
+            f"Use a longer text, --samples {count}, or a shorter --seq-len."
+            if count
+            else f"--calibration {name}: {len(ids)} tokens are fewer than one window of {seq_len}. Use a longer text."
+        )
+    if int(ids.max()) >= vocab_size:
+        raise RequestError(
+            f"the tokenizer yields id {int(ids.max())}, but the model has {vocab_size} embeddings: the tokenizer belongs to "
+            "another model. Replace its files by the right ones."
+        )
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
+    windows = ids[: count * room].reshape(count, room)[chosen]
+    if bos:
+        windows = torch.cat([torch.full((samples, 1), tokenizer.bos_token_id, dtype=torch.int64), windows], dim=1)
+    return Windows(windows, text.name, text.sha256, bos, seed)

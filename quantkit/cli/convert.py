@@ -1,0 +1,159 @@
+"""``quantkit convert SOURCE --out DIR``"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit.algorithms import LATER as LATER_METHODS
+from quantkit.algorithms import METHODS
+from quantkit.cli.main import print_json
+from quantkit.errors import RequestError
+
+
+class GroupSize(click.ParamType):
+    """A number of inputs, or 'channel' for one scale per output row."""
+
+    name = "size|channel"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value in (None, "channel", "-1", -1):
+            return None
+        try:
+            return int(value)
+        except ValueError:
+            raise RequestError(f"--group-size {value}: a positive number of inputs, or 'channel'.") from None
+
+
+@click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
+@click.argument("source")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to create; must not exist.")
+@click.option(
+    "--method",
+    default="gptq",
+    show_default=True,
+    metavar="METHOD",
+    help=f"{' or '.join(METHODS)}. ({', '.join(LATER_METHODS)}: later)",
+)
+@click.option("--bits", type=int, default=4, show_default=True, help="2 to 8.")
+@click.option(
+    "--group-size", type=GroupSize(), default="128", show_default=True, help="Inputs per scale, or 'channel'."
+)
+@click.option(
+    "--sym/--asym", "symmetric", default=False, show_default="asym", help="Fixed zero point, or one per group."
+)
+@click.option(
+    "--scales",
+    default="search",
+    show_default=True,
+    metavar="HOW",
+    help="search: smallest squared error; minmax: the extremes.",
+)
+@click.option("--scale-dtype", default="float16", show_default=True, metavar="DTYPE", help="float16 or bfloat16.")
+@click.option(
+    "--format",
+    "format_",
+    default="compressed-tensors",
+    show_default=True,
+    metavar="FORMAT",
+    help="compressed-tensors or native.",
+)
+@click.option(
+    "--kv-bits",
+    type=int,
+    default=16,
+    show_default=True,
+    help="KV cache: 16, 8 or 4; its scales are calibrated and stored.",
+)
+@click.option(
+    "--calibration",
+    default="wikipedia-sample",
+    show_default=True,
+    metavar="TEXT",
+    help="NAME, FILE (.txt, .jsonl) or hub:dataset[:config[:split]].",
+)
+@click.option("--samples", type=int, default=128, show_default=True, help="Calibration windows.")
+@click.option("--seq-len", type=int, default=1024, show_default=True, help="Tokens per window.")
+@click.option(
+    "--damping", type=float, default=0.01, show_default=True, help="GPTQ: share of the Hessian's mean diagonal."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Which windows of the text are drawn.")
+@click.option("--strict-groups", is_flag=True, help="Refuse a group size that does not divide, instead of adapting it.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing model folder.")
+@click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto or cpu.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--rule", multiple=True, hidden=True)
+@click.option("--preset", hidden=True)
+@click.option("--resume", is_flag=True, hidden=True)
+@click.option("--work-dir", hidden=True)
+@click.option("--kv-budget", hidden=True)
+@click.option("--activations", hidden=True)
+@click.option("--target-bpw", hidden=True)
+@click.option("--target-size", hidden=True)
+def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, **given: Any) -> None:
+    """Quantize SOURCE into the folder --out: a complete checkpoint with config, tokenizer and manifest.
+
+    SOURCE is a Hugging Face folder, a .gguf file, or a name that `quantkit fetch` knows.
+    """
+    from quantkit.convert.options import NOT_LANDED, ConvertOptions, refuse_not_landed
+    from quantkit.convert.plan import make_plan
+    from quantkit.convert.run import run
+
+    refuse_not_landed({name: value for name, value in given.items() if value != "none"})
+    for name in NOT_LANDED:
+        given.pop(name, None)
+    started = time.perf_counter()
+    _quiet()
+    plan = make_plan(ConvertOptions(source=source, out=out, format=format_, **given))
+    if dry_run:
+        from quantkit.convert.describe import describe, plan_json
+
+        print_json(plan_json(plan)) if as_json else click.echo(describe(plan))
+        plan.raise_problems()
+        return
+    plan.raise_problems()
+    if not as_json:
+        for warning in plan.warnings:
+            click.echo(f"note: {warning}", err=True)
+    with _bar() as listen:
+        report = run(plan, listen, started)
+    print_json(report.to_json()) if as_json else click.echo(report.table())
+
+
+def _quiet() -> None:
+    """Other libraries' progress bars and advice do not belong into this command's output."""
+    import transformers.utils.logging as hf_logging
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+
+
+class _bar:  # noqa: N801  (reads as a statement)
+    """A bar with block, error and time left on stderr; silent when stderr is no terminal."""
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.fields[stage]:<7}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+            console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True,
+        )  # fmt: skip
+        self._progress.start()
+        task = self._progress.add_task("", total=None, stage="embed", note="")
+
+        def listen(progress: Any) -> None:
+            self._progress.update(
+                task, completed=progress.done, total=progress.total, stage=progress.stage, note=progress.note
+            )
+
+        return listen
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()

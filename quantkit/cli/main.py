@@ -1,0 +1,91 @@
+"""The click group. Commands live in files of their own and are imported when used, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import click
+
+from quantkit import __version__
+from quantkit.errors import QuantkitError, RequestError
+
+COMMANDS = {
+    "fetch": "Download a named model or text into the cache and print its folder.",
+    "inspect": "Show the structure of a model: blocks, linears, sizes.",
+    "convert": "Quantize a model into a folder that engines load.",
+    "eval": "Measure perplexity, and divergence from the original.",
+    "generate": "Generate text with a model.",
+}
+NOT_LANDED = ("bench", "serve")
+
+
+class Commands(click.Group):
+    """Loads a command's module only when the command is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in NOT_LANDED:
+            raise click.UsageError(f"'{cmd_name}' has not landed yet. Commands: {', '.join(COMMANDS)}.")
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"quantkit.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="quantkit")
+def cli() -> None:
+    """Quantize large language models, prove what it cost, and run them.
+
+    A SOURCE is a Hugging Face folder, a .gguf file, or a name that `quantkit fetch` knows. Exit code 0: done,
+    1: the job failed, 2: the request was wrong.
+    """
+
+
+def main() -> None:
+    """Entry point: quantkit's own errors become one message and an exit code, without a traceback."""
+    signal.signal(signal.SIGTERM, _interrupt)  # a polite kill cleans up like Ctrl-C
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        fail("Interrupted. Nothing was written under the final name.", 1)
+    except RequestError as error:
+        fail(str(error), 2)
+    except QuantkitError as error:
+        fail(str(error), 1)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def fail(message: str, code: int) -> None:
+    click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
+    sys.exit(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One JSON object on stdout, nothing else."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A plan in words and in JSON: what ``--dry-run`` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.convert.plan import Plan
+
+
+def describe(plan: Plan) -> str:
+    """The decisions, the need for memory and disk, and every problem, before anything runs."""
+    o, p = plan.options, plan.prediction
+    config: Any = plan.model.config
+    count = sum(t.out_features * t.in_features for t in plan.targets.values())
+    lines = [
+        f"{o.source} -> {o.out}",
+        f"  model     {config.model_type}, {len(plan.blocks)} blocks, {len(plan.targets)} linears with {count / 1e6:.1f} M weights",
+        f"  method    {o.method}, {o.scheme.describe()}, scales by {o.scales}; format {o.format}"
+        + (f"; KV cache {o.kv_bits} bits" if o.kv_bits < 16 else ""),
+    ]
+    if plan.windows is not None:
+        w = plan.windows
+        lines.append(
+            f"  text      {w.name}: {w.ids.shape[0]} windows of {w.ids.shape[1]} tokens, seed {w.seed}, {'with' if w.bos else 'no'} BOS"
+        )
+    for (shape, scheme), names in sorted(_schemes(plan).items()):
+        lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
+    lines += [
+        f"  keeps     {len(plan.plain)} tensors unchanged (embeddings, norms, head)",
+        f"  needs     host {_size(p.host)}, device {_size(p.device)}, disk {_size(p.disk)} while running; output {_size(p.output)}",
+    ]
+    lines += [f"  note      {warning}" for warning in plan.warnings]
+    lines += [f"  PROBLEM   {problem}" for problem in plan.problems]
+    return "\n".join(lines)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "out": str(plan.options.out),
+        "options": plan.options.for_manifest(),
+        **plan.prediction.to_json(),
+        "phases": plan.prediction.phases,
+        "layers": [{"name": t.name, "shape": [t.out_features, t.in_features], "scheme": t.scheme.describe()} for t in plan.targets.values()],
+        "warnings": plan.warnings,
+        "problems": plan.problems,
+    }  # fmt: skip
+
+
+def _schemes(plan: Plan) -> dict[tuple[str, str], list[str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for t in plan.targets.values():
+        found.setdefault((f"{t.out_features}x{t.in_features}", t.scheme.describe()), []).append(t.name)
+    return found
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

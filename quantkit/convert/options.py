@@ -1,0 +1,94 @@
+"""What was asked for: the options of one conversion, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit import algorithms
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RequestError
+from quantkit.formats import writer_format
+
+# Options of the command line whose capability has not landed: refused by name, never ignored.
+NOT_LANDED = ("rule", "preset", "resume", "work_dir", "kv_budget", "activations", "target_bpw", "target_size")
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """Raises RequestError for any value outside its range, with the remedy."""
+
+    source: str
+    out: Path
+    method: str = "gptq"
+    bits: int = 4
+    group_size: int | None = 128
+    symmetric: bool = False
+    scales: str = "search"
+    scale_dtype: str = "float16"
+    format: str = "compressed-tensors"
+    kv_bits: int = 16
+    calibration: str = "wikipedia-sample"
+    samples: int = 128
+    seq_len: int = 1024
+    damping: float = 0.01
+    seed: int = 0
+    strict_groups: bool = False
+    overwrite: bool = False
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.method not in algorithms.METHODS:
+            later = self.method in algorithms.LATER
+            raise RequestError(
+                f"--method {self.method}: {'has not landed yet' if later else 'no such method'}. "
+                f"Methods: {', '.join(algorithms.METHODS)}."
+            )
+        self.scheme  # noqa: B018  (validates bits, group size and scale dtype)
+        writer_format(self.format)
+        if self.scales not in ("search", "minmax"):
+            raise RequestError(f"--scales {self.scales}: choose 'search' or 'minmax'.")
+        if self.kv_bits not in (16, 8, 4):
+            raise RequestError(
+                f"--kv-bits {self.kv_bits}: 16 (not quantized), 8 or 4. 3, 2 and kXvY have not landed yet."
+            )
+        if self.samples < 1 or self.seq_len < 2:
+            raise RequestError(
+                f"--samples {self.samples} --seq-len {self.seq_len}: at least 1 window of 2 tokens is needed."
+            )
+        if not 0 < self.damping <= 1:
+            raise RequestError(
+                f"--damping {self.damping}: a share of the Hessian's mean diagonal, above 0 and at most 1."
+            )
+        if self.device not in ("auto", "cpu"):
+            raise RequestError(
+                f"--device {self.device}: converting runs on the CPU; a GPU path has not landed yet. Use --device cpu."
+            )
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(self.bits, self.group_size, self.symmetric, self.scale_dtype)
+
+    @property
+    def needs_data(self) -> bool:
+        """True if calibration text is read: for the method's statistics, or for the scales of the KV cache."""
+        return self.method in algorithms.CALIBRATED or self.kv_bits < 16
+
+    def for_manifest(self) -> dict[str, Any]:
+        """What decides the bytes of the result (where it is written does not)."""
+        data = asdict(self)
+        for key in ("out", "overwrite", "strict_groups", "device"):
+            data.pop(key)
+        if not self.needs_data:
+            for key in ("calibration", "samples", "seq_len"):
+                data.pop(key)
+        return data
+
+
+def refuse_not_landed(options: Mapping[str, Any]) -> None:
+    """Raises RequestError for an option that was given and whose capability has not landed."""
+    for name in NOT_LANDED:
+        if options.get(name):
+            raise RequestError(f"--{name.replace('_', '-')}: this capability has not landed yet. Leave the option out.")

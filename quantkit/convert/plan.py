@@ -1,0 +1,236 @@
+"""Everything decided and checked before any weight is read: names, schemes, memory, problems (all of them together)."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from quantkit.algorithms import CALIBRATED
+from quantkit.calibrate.data import Windows, load_windows
+from quantkit.checkpoint.source import Source, open_source
+from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.checkpoint.writer import check_output
+from quantkit.convert.memory import Prediction, Sizes, predict
+from quantkit.convert.options import ConvertOptions
+from quantkit.core.scheme import Scheme
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.formats import Format, Layout, writer_format
+from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
+
+COMMON_GROUPS = (None, 32, 64, 128, 256)  # sizes that the engines' kernels know
+
+
+@dataclass(frozen=True)
+class Target:
+    """One linear to quantize. ``name`` is its module name in the checkpoint."""
+
+    name: str
+    parameter: str
+    out_features: int
+    in_features: int
+    scheme: Scheme
+
+
+@dataclass
+class Plan:
+    """A conversion, ready to run. ``problems`` is empty, or the plan must not run."""
+
+    options: ConvertOptions
+    source: Source
+    format: Format
+    model: nn.Module
+    blocks: Blocks
+    weights: Weights
+    tokenizer: Any
+    windows: Windows | None
+    targets: dict[str, Target]  # by parameter name of the module, e.g. "model.layers.0.mlp.up_proj"
+    plain: list[str]  # stored tensors copied unchanged
+    problems: list[str]
+    warnings: list[str]
+    prediction: Prediction
+
+    def layout(self) -> Layout:
+        dense = [
+            name
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and name not in self.targets
+        ]
+        return Layout({t.name: t.scheme for t in self.targets.values()}, dense)
+
+    def raise_problems(self) -> None:
+        """Raises QuantkitError that lists every problem at once."""
+        if self.problems:
+            raise QuantkitError(
+                "This conversion cannot run:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
+            )
+
+
+def make_plan(options: ConvertOptions) -> Plan:
+    """Open the source, find its structure, choose schemes, tokenize the calibration text, predict memory and disk.
+
+    What makes planning itself impossible (no such source, unknown architecture) is raised; everything else is collected
+    in ``Plan.problems``.
+    """
+    check_output(options.out, options.overwrite)
+    source = open_source(options.source)
+    _refuse_quantized(source)
+    tokenizer = load_tokenizer(source)
+    model = build_skeleton(source.config)
+    blocks = find_blocks(model)
+    weights = Weights(model, source)
+    form = writer_format(options.format)
+
+    problems: list[str] = []
+    warnings: list[str] = []
+    targets = _targets(options, form, blocks, weights, problems, warnings)
+    packed = {f"{t.name}.weight" for t in targets.values()}
+    plain = [name for name in source.names() if name not in packed]
+    windows = _windows(options, tokenizer, model, problems)
+    prediction = predict(_sizes(options, source, blocks, weights, targets, plain, windows))
+    free = shutil.disk_usage(options.out.parent).free
+    if prediction.disk > free:
+        problems.append(
+            f"disk: {prediction.disk / 1e9:.1f} GB are needed next to {options.out}, {free / 1e9:.1f} GB are free. "
+            "Choose an --out on another disk."
+        )
+    return Plan(
+        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, problems, warnings, prediction
+    )  # fmt: skip
+
+
+def _refuse_quantized(source: Source) -> None:
+    config = source.quantization()
+    if config is not None:
+        raise RequestError(
+            f"{source.path}: is already quantized ({config.get('quant_method')}). Quantizing it again would add loss to loss; "
+            "repacking it to another format has not landed yet. Give the 16-bit original."
+        )
+
+
+def _targets(
+    options: ConvertOptions, form: Format, blocks: Blocks, weights: Weights, problems: list[str], warnings: list[str]
+) -> dict[str, Target]:
+    targets: dict[str, Target] = {}
+    adapted: dict[tuple[int, int | None], int] = {}
+    for index, block in enumerate(blocks.modules):
+        for local, linear in block_linears(block).items():
+            module = f"{blocks.name(index)}.{local}"
+            scheme = replace(options.scheme, group_size=form.group_size_for(options.scheme, linear.in_features))
+            if scheme != options.scheme:
+                adapted[linear.in_features, scheme.group_size] = (
+                    adapted.get((linear.in_features, scheme.group_size), 0) + 1
+                )
+            stored = weights.names[f"{module}.weight"]
+            reason = form.supports(scheme, linear.out_features, linear.in_features)
+            if reason:
+                problems.append(f"{module}: {form.name} cannot hold {scheme.describe()}: {reason}")
+            targets[module] = Target(
+                stored.removesuffix(".weight"), f"{module}.weight", linear.out_features, linear.in_features, scheme
+            )
+    problems[:] = _collapse(problems)
+    for (width, size), count in sorted(adapted.items(), key=str):
+        name = "one scale per channel" if size is None else f"groups of {size}"
+        text = f"{width} inputs are no multiple of {options.group_size}: {name} for {count} of {len(targets)} linears"
+        if options.strict_groups:
+            problems.append(
+                f"{text}; --strict-groups forbids it. Choose a --group-size that divides, or --format native."
+            )
+        else:
+            warnings.append(f"{text} ({form.name} has no short groups; native has)")
+    ragged = sum(1 for t in targets.values() if t.scheme.group_size and t.in_features % t.scheme.group_size)
+    if ragged:
+        warnings.append(f"{ragged} of {len(targets)} linears end in a short group (only quantkit reads those)")
+    if options.group_size not in COMMON_GROUPS:
+        warnings.append(
+            f"groups of {options.group_size}: the kernels of vLLM, SGLang and others know 32, 64, 128 and per channel"
+        )
+    return targets
+
+
+def _collapse(problems: list[str]) -> list[str]:
+    """Many layers with one reason become one line that counts them."""
+    by_reason: dict[str, list[str]] = {}
+    for problem in problems:
+        layer, _, reason = problem.partition(": ")
+        by_reason.setdefault(reason, []).append(layer)
+    return [
+        f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}: {reason}"
+        for reason, layers in by_reason.items()
+    ]
+
+
+def _windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
+    if not options.needs_data:
+        return None
+    config: Any = model.config
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and options.seq_len > limit:
+        problems.append(
+            f"--seq-len {options.seq_len} exceeds the model's context of {limit}. Use --seq-len {limit} or less."
+        )
+    try:
+        return load_windows(
+            options.calibration,
+            tokenizer,
+            samples=options.samples,
+            seq_len=options.seq_len,
+            seed=options.seed,
+            vocab_size=config.vocab_size,
+        )
+    except QuantkitError as error:
+        problems.append(str(error))
+        return None
+
+
+def _sizes(
+    options: ConvertOptions, source: Source, blocks: Blocks, weights: Weights, targets: dict[str, Target],
+    plain: list[str], windows: Windows | None,
+) -> Sizes:  # fmt: skip
+    linears = [block_linears(block).values() for block in blocks.modules]
+    block_sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.modules]
+    big = block_sizes.index(max(block_sizes))
+    by_width: dict[int, int] = {}
+    for linear in linears[big]:
+        by_width[linear.in_features] = by_width.get(linear.in_features, 0) + linear.out_features
+    packed = sum(
+        t.out_features
+        * (t.in_features * t.scheme.bits / 8 + t.scheme.groups(t.in_features) * (2 + (not t.scheme.symmetric)))
+        for t in targets.values()
+    )
+    infos = [source.info(name) for name in plain]
+    config: Any = weights.model.config
+    before = before_blocks(weights, blocks)
+    return Sizes(
+        before_blocks=sum(weights.parameters[name].numel() for name in before),
+        stored_itemsize=max(info.dtype.itemsize for info in infos),
+        largest_plain=max(info.nbytes // info.dtype.itemsize for info in infos),
+        block=block_sizes[big],
+        widths=tuple(linear.in_features for linear in linears[big]),
+        largest_group=max(width * out for width, out in by_width.items()),
+        inner=sum(linear.in_features + linear.out_features for linear in linears[big]),
+        hidden=config.hidden_size,
+        tokens=0 if windows is None else windows.ids.numel(),
+        seq_len=options.seq_len,
+        plain_bytes=sum(info.nbytes for info in infos),
+        packed_bytes=int(packed),
+        calibrated=options.method in CALIBRATED,
+        kv_sample_bytes=0,
+    )
+
+
+def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
+    """Parameters outside the blocks that embedding needs: all but the head (tied or not), which runs after them."""
+    head = weights.model.get_output_embeddings()  # type: ignore[operator]
+    skip = {id(p) for p in head.parameters()} if head is not None else set()
+    embed = weights.model.get_input_embeddings()  # type: ignore[operator]
+    keep = {id(p) for p in embed.parameters()}
+    return [
+        name
+        for name, p in weights.parameters.items()
+        if not name.startswith(f"{blocks.prefix}.")
+        and (id(p) not in skip or id(p) in keep)
+        and name not in weights.tied
+    ]

@@ -1,0 +1,115 @@
+"""What a conversion did: per-layer errors, sizes, times; for people a table, for programs JSON, for the folder a manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One linear. relative_output_error: ``sqrt(tr(D H Dᵀ) / tr(W H Wᵀ))``, None without data (H is then unknown)."""
+
+    name: str
+    scheme: str
+    relative_weight_error: float
+    relative_output_error: float | None
+    bits_per_weight: float
+    damping: float | None
+    fallback: str | None
+    raised_scales: int  # groups whose scale was raised to the smallest normal fp16
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "scheme": self.scheme,
+            "relative_weight_error": _short(self.relative_weight_error),
+            "relative_output_error": _short(self.relative_output_error),
+            "bits_per_weight": _short(self.bits_per_weight),
+            "damping": self.damping,
+            "fallback": self.fallback,
+            "raised_scales": self.raised_scales,
+        }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+@dataclass
+class ConvertReport:
+    """The result of ``convert``."""
+
+    out: Path
+    method: str
+    format: str
+    scheme: str
+    kv_bits: int
+    layers: list[LayerReport] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    peak_host_bytes: int = 0
+    predicted_host_bytes: int = 0
+    peak_device_bytes: int = 0
+    source_bytes: int = 0
+    output_bytes: int = 0
+    verified_tensors: int = 0
+    dropped_tokens: int = 0
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits of the quantized linears, scales and zeros counted, per weight; layers weighted equally by size."""
+        return self._bits / max(self._weights, 1)
+
+    _bits: int = 0
+    _weights: int = 0
+
+    def count(self, bits: int, weights: int) -> None:
+        self._bits += bits
+        self._weights += weights
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "method": self.method,
+            "format": self.format,
+            "scheme": self.scheme,
+            "kv_bits": self.kv_bits,
+            "seconds": round(self.seconds, 1),
+            "peak_host_bytes": self.peak_host_bytes,
+            "predicted_host_bytes": self.predicted_host_bytes,
+            "peak_device_bytes": self.peak_device_bytes,
+            "source_bytes": self.source_bytes,
+            "output_bytes": self.output_bytes,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "verified_tensors": self.verified_tensors,
+            "dropped_tokens": self.dropped_tokens,
+            "warnings": self.warnings,
+            "layers": [layer.to_json() for layer in self.layers],
+        }
+
+    def table(self) -> str:
+        """A few lines for people: what was written, how well, the worst layers."""
+        lines = [
+            f"{self.out}: {self.method}, {self.scheme}, {self.format}"
+            + (f", KV cache {self.kv_bits} bits" if self.kv_bits < 16 else ""),
+            f"  size      {_mb(self.source_bytes)} -> {_mb(self.output_bytes)} "
+            f"({self.source_bytes / max(self.output_bytes, 1):.2f} x smaller), {self.bits_per_weight:.3f} bits per quantized weight",
+            f"  time      {self.seconds:.0f} s, peak memory {_mb(self.peak_host_bytes)} (predicted {_mb(self.predicted_host_bytes)})",
+            f"  checked   {self.verified_tensors} tensors read back and equal to what was decided",
+        ]
+        measured = [layer for layer in self.layers if layer.relative_output_error is not None]
+        if measured:
+            worst = sorted(measured, key=lambda layer: -(layer.relative_output_error or 0))[:3]
+            shown = ", ".join(f"{layer.name} {layer.relative_output_error:.1%}" for layer in worst)
+            mean = sum(layer.relative_output_error or 0 for layer in measured) / len(measured)
+            lines.append(f"  error     relative output error {mean:.1%} on average; largest: {shown}")
+        fallbacks = [layer for layer in self.layers if layer.fallback]
+        lines += [f"  fallback  {layer.name}: {layer.fallback}" for layer in fallbacks]
+        lines += [f"  note      {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,48 @@
+"""Read back what was written and compare it with what was decided, before the folder gets its final name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantkit.checkpoint.source import FolderSource
+from quantkit.checkpoint.writer import Entry, tensor_sha256
+from quantkit.core.qtensor import QuantTensor
+from quantkit.errors import CheckpointError
+from quantkit.formats.reader import QuantizedReader
+
+
+def decision_sha256(q: QuantTensor) -> str:
+    """Identifies codes, scales, zeros and scheme: what the algorithm decided, independent of any format."""
+    parts = [tensor_sha256(q.codes), tensor_sha256(q.scales), "" if q.zeros is None else tensor_sha256(q.zeros)]
+    return " ".join([*parts, q.scheme.describe(), q.scheme.scale_dtype])
+
+
+def verify_folder(folder: Path, decisions: dict[str, str], entries: dict[str, Entry]) -> int:
+    """Read every tensor of ``folder`` and decode every module. Returns how many tensors were compared.
+
+    decisions: module name -> ``decision_sha256``; entries: what the writer was given. Raises CheckpointError, naming the
+    tensor, for any difference.
+    """
+    source = FolderSource(folder)
+    reader = QuantizedReader(source)
+    _same_names(folder, "tensors", set(entries), set(source.names()))
+    _same_names(folder, "quantized modules", set(decisions), set(reader.modules))
+    for name, decided in decisions.items():
+        q = reader.module(name)
+        if not isinstance(q, QuantTensor) or decision_sha256(q) != decided:
+            raise CheckpointError(
+                f"{folder.name}: {name} reads back different from what was quantized: the disk or a codec is at fault."
+            )
+    plain = reader.plain_names()
+    for name in plain:
+        if tensor_sha256(source.read(name)) != entries[name].sha256:
+            raise CheckpointError(
+                f"{folder.name}: {name} reads back different from what was written: the disk is at fault."
+            )
+    return len(plain) + sum(len(local) for local in reader.modules.values())
+
+
+def _same_names(folder: Path, what: str, wanted: set[str], found: set[str]) -> None:
+    if wanted != found:
+        odd = sorted(wanted ^ found)
+        raise CheckpointError(f"{folder.name}: {what} written and read differ: {len(odd)} names, first {odd[0]!r}.")
