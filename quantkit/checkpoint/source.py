@@ -80,7 +80,6 @@ class FolderSource:
                 f"{path}: the index names {len(missing)} tensors that are in no shard, first {missing[0]!r} "
                 f"(expected in {self._files[missing[0]]}). Download the model again."
             )
-        self._files = {name: self._files[name] for name in self._files}
 
     def names(self) -> list[str]:
         return list(self._files)
@@ -170,7 +169,8 @@ def open_source(ref: str | Path) -> Source:
 def _gguf(path: Path) -> Source:
     from quantkit.checkpoint.gguf_source import GGUFSource
 
-    return GGUFSource(path)
+    source: Source = GGUFSource(path)
+    return source
 
 
 def read_json(path: Path) -> dict[str, Any]:

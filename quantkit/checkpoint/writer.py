@@ -154,8 +154,9 @@ def tensor_sha256(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+def _bytes(tensor: Tensor) -> Any:
+    """The tensor's bytes as a buffer, not copied."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""  # type: ignore[arg-type]
 
 
 class _disk:  # noqa: N801  (reads as a statement)

@@ -15,7 +15,7 @@ from quantkit.cli.main import print_json
 from quantkit.errors import RequestError
 
 
-class GroupSize(click.ParamType):
+class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
     """A number of inputs, or 'channel' for one scale per output row."""
 
     name = "size|channel"

@@ -74,42 +74,57 @@ def minmax_params(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None
 
 
 def searched_params(
-    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, steps: int = 40, smallest: float = 0.4
+    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, steps: int = 24, smallest: float = 0.5
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero per group that minimise the (weighted) squared rounding error over a grid of shrunken ranges.
 
-    weight: float ``[out, in]``. importance: non-negative weights per input ``[in]`` or per entry ``[out, in]``
-    (for example the Hessian's diagonal), or None for the plain squared error. The range of each group is shrunk by
-    ``steps`` factors between 1 and ``smallest``; an asymmetric range is also shrunk from one end only, because
-    one outlier usually sits at one end. Never worse than ``minmax_params``, which is the first candidate.
-    Returns the same pair as ``minmax_params``. The idea: Nagel et al., arXiv 2106.08295, section 3.1 (MSE range setting).
+    weight: float ``[out, in]``. importance: non-negative weights per input ``[in]`` (for example the Hessian's
+    diagonal), or None for the plain squared error. The range of each group is shrunk by ``steps`` factors between 1 and
+    ``smallest``; an asymmetric range is also shrunk from one end only, because one outlier usually sits at one end.
+    Never worse than ``minmax_params``, which is the first candidate. Returns the same pair as ``minmax_params``.
+    The idea: Nagel et al., arXiv 2106.08295, section 3.1 (MSE range setting).
     """
-    groups = split_groups(weight.float(), scheme)
-    gain = torch.ones_like(weight[:1]) if importance is None else importance.float().reshape(-1, weight.shape[1])
-    gain = split_groups(gain.expand(weight.shape[0] if gain.shape[0] > 1 else 1, -1), scheme)
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-
-    best_scale, best_zero = params_from_range(low, high, scheme)
-    best = _group_error(groups, gain, best_scale, best_zero, scheme)
+    if importance is None:
+        importance = torch.ones(weight.shape[1], device=weight.device)
+    gain = split_groups(importance.float().reshape(1, -1), scheme)
+    sides = [(1.0, 1.0)]
     for step in range(1, steps):
         shrink = 1 - (1 - smallest) * step / (steps - 1)
-        sides = [(shrink, shrink)] if scheme.symmetric else [(shrink, shrink), (1.0, shrink), (shrink, 1.0)]
-        for left, right in sides:
-            scale, zero = params_from_range(low * left, high * right, scheme)
-            error = _group_error(groups, gain, scale, zero, scheme)
-            better = error < best
-            best = torch.where(better, error, best)
-            best_scale = torch.where(better, scale, best_scale)
-            if zero is not None and best_zero is not None:
-                best_zero = torch.where(better, zero, best_zero)
+        sides += [(shrink, shrink)] if scheme.symmetric else [(shrink, shrink), (1.0, shrink), (shrink, 1.0)]
+    # A few rows at a time: the temporaries then stay in the processor's cache, which is several times faster.
+    rows = max(1, _SEARCH_ELEMENTS // weight.shape[1])
+    found = [_search_rows(split_groups(part.float(), scheme), gain, sides, scheme) for part in weight.split(rows)]
+    zeros = None if scheme.symmetric else torch.cat([zero for _, zero in found if zero is not None])
+    return torch.cat([scale for scale, _ in found]), zeros
+
+
+_SEARCH_ELEMENTS = 1 << 18
+
+
+def _search_rows(
+    groups: Tensor, gain: Tensor, sides: list[tuple[float, float]], scheme: Scheme
+) -> tuple[Tensor, Tensor | None]:
+    """The best of the candidate ranges for some rows ``[rows, groups, width]``."""
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    best_scale, best_zero = params_from_range(low, high, scheme)
+    best = _group_error(groups, gain, best_scale, best_zero, scheme)
+    for left, right in sides[1:]:
+        scale, zero = params_from_range(low * left, high * right, scheme)
+        error = _group_error(groups, gain, scale, zero, scheme)
+        better = error < best
+        best = torch.where(better, error, best)
+        best_scale = torch.where(better, scale, best_scale)
+        if zero is not None and best_zero is not None:
+            best_zero = torch.where(better, zero, best_zero)
     return best_scale, best_zero
 
 
 def _group_error(groups: Tensor, gain: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """Weighted squared rounding error of each group. Codes are clamped around zero, so that the zero itself drops out."""
     step = scale.float().unsqueeze(-1)
-    offset: Tensor | float = float(scheme.midpoint) if zero is None else zero.float().unsqueeze(-1)
-    codes = torch.round(groups / step + offset).clamp_(0, scheme.levels - 1)
-    return ((codes - offset).mul_(step).sub_(groups).square_().mul_(gain)).sum(-1)
+    offset = torch.full_like(step, float(scheme.midpoint)) if zero is None else zero.float().unsqueeze(-1)
+    codes = (groups / step).round_().clamp_(-offset, scheme.levels - 1 - offset)
+    return codes.mul_(step).sub_(groups).square_().mul_(gain).sum(-1)
 
 
 def quantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:

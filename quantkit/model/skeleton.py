@@ -6,7 +6,7 @@ Structure is found, not listed: decoder blocks are the ModuleList that holds mos
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +30,6 @@ class Blocks:
 
     def name(self, index: int) -> str:
         return f"{self.prefix}.{index}"
-
-
-@dataclass(frozen=True)
-class InputGroup:
-    """Linears of a block that read the same tensor (q/k/v, gate/up); found by running, see ``stepper.input_groups``."""
-
-    linears: tuple[str, ...]  # names inside the block, e.g. "self_attn.q_proj"
 
 
 def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -79,7 +72,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """New parameters go to meta; buffers stay real, because non-persistent ones cannot be read from any file."""
-    original: Callable[..., None] = nn.Module.register_parameter
+    original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(module, name, param)
@@ -90,7 +83,7 @@ def _parameters_on_meta() -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign,assignment]
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def find_blocks(model: nn.Module) -> Blocks:
@@ -191,4 +184,5 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+    names = (name for name, module in model.named_modules() if module is wanted)
+    return str(next(names))
