@@ -1,0 +1,104 @@
+"""QuantLinear, and the one ``linear()`` that chooses a kernel by layout, device and number of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.core.qtensor import BlockTensor, QuantTensor
+from quantkit.errors import RequestError
+from quantkit.runtime.kernels.cpu import Int4Weight, Int8Weight, int4_fits, int8_fits, linear_int4, linear_int8
+from quantkit.runtime.kernels.reference import (
+    BlockWeight,
+    Kernel,
+    PackedWeight,
+    WordsWeight,
+    linear_dequantize,
+    linear_reference,
+)
+
+KERNELS: dict[str, Kernel] = {
+    "reference": linear_reference,
+    "dequantize": linear_dequantize,
+    "int4": linear_int4,
+    "int8": linear_int8,
+}
+
+# layout -> (kernel for few tokens, number of tokens from which "dequantize" is faster).
+CROSSOVER: dict[str, tuple[str, int]] = {
+    "int4": ("int4", 16),
+    "int8": ("int8", 16),
+    "words": ("dequantize", 0),
+    "blocks": ("dequantize", 0),
+}
+
+
+def pack(
+    q: QuantTensor | BlockTensor, *, device: torch.device, dtype: torch.dtype, kernel: str | None = None
+) -> PackedWeight:
+    """Choose the layout for a device and run-time dtype, and pack.
+
+    kernel: None, or a name from ``KERNELS`` that is to be used for every number of tokens. Raises RequestError if that
+    kernel cannot take this weight.
+    """
+    if kernel is not None and kernel not in KERNELS:
+        raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
+    if isinstance(q, BlockTensor):
+        if kernel in ("int4", "int8"):
+            raise RequestError(
+                f"kernel={kernel!r} takes integer weights; this one is {q.kind}. Leave the kernel to quantkit."
+            )
+        return BlockWeight(q).to(device)
+    can4 = device.type == "cpu" and int4_fits(q.scheme, *q.shape)
+    can8 = device.type == "cpu" and int8_fits(q.scheme, q.shape[1])
+    if (kernel == "int4" and not can4) or (kernel == "int8" and not can8):
+        raise RequestError(
+            f"kernel={kernel!r} cannot take {q.scheme.describe()} over {list(q.shape)} on {device}. Leave the kernel to quantkit."
+        )
+    if can4 and kernel in (None, "int4"):
+        return Int4Weight(q, dtype)
+    if can8 and kernel in (None, "int8"):
+        return Int8Weight(q, dtype)
+    return WordsWeight(q).to(device)
+
+
+def choose(weight: PackedWeight, tokens: int) -> Kernel:
+    """The faster kernel for this many tokens, by the measured table."""
+    few, crossover = CROSSOVER[weight.layout]
+    return KERNELS[few if tokens < crossover else "dequantize"]
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, kernel: Kernel | None = None) -> Tensor:
+    """``y = x @ dequantize(weight).T + bias``. x: ``[..., in_features]`` -> ``[..., out_features]`` in ``x.dtype``."""
+    flat = x.reshape(-1, weight.in_features)
+    if not flat.shape[0]:
+        return x.new_empty(*x.shape[:-1], weight.out_features)
+    y = (kernel or choose(weight, flat.shape[0]))(flat, weight, bias)
+    return y.reshape(*x.shape[:-1], weight.out_features)
+
+
+class QuantLinear(nn.Module):
+    """A linear layer whose weight is packed. Takes the place of an ``nn.Linear`` in a model ready to run.
+
+    weight: the packed weight. bias: ``[out_features]`` or None. kernel: a name from ``KERNELS``, or None for the
+    measured choice.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None, kernel: str | None = None) -> None:
+        super().__init__()
+        self.packed = weight
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.register_parameter("bias", bias)
+        self.kernel = kernel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed, self.bias, kernel=KERNELS[self.kernel] if self.kernel else None)
+
+    def dequantize(self) -> Tensor:
+        """Float32 ``[out_features, in_features]``."""
+        return self.packed.dequantize()
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, layout={self.packed.layout}"
