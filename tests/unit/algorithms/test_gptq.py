@@ -1,0 +1,152 @@
+"""GPTQ against rounding, against enumeration, and on ill-behaved Hessians."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
+from quantkit.algorithms.rtn import rtn
+from quantkit.core import affine
+from quantkit.core.scheme import Scheme
+
+
+def problem(rows: int, cols: int, seed: int, tokens: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, cols, generator=g) @ (torch.eye(cols) + 0.3 * torch.randn(cols, cols, generator=g))
+    return torch.randn(rows, cols, generator=g), (x.t() @ x).double() / tokens
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    bits=st.integers(2, 8),
+    group=st.sampled_from([None, 16, 24, 64]),
+    symmetric=st.booleans(),
+    scales=st.sampled_from(["search", "minmax"]),
+    seed=st.integers(0, 99),
+)
+def test_gptq_is_never_worse_than_rounding_when_inputs_are_correlated(
+    bits: int, group: int | None, symmetric: bool, scales: str, seed: int
+) -> None:
+    w, h = problem(24, 64, seed)
+    scheme = Scheme(bits, group, symmetric)
+    solved = gptq(w, h, scheme, GPTQOptions(scales=scales))  # type: ignore[arg-type]
+    rounded = rtn(w, scheme, scales, h.diagonal())  # type: ignore[arg-type]
+    loss = proxy_loss(w, solved.quantized.dequantize(), h)[0]
+    assert loss <= proxy_loss(w, rounded.quantized.dequantize(), h)[0] * 1.0001
+
+
+def test_gptq_equals_rounding_when_inputs_are_uncorrelated() -> None:
+    w, _ = problem(8, 32, 0)
+    scheme = Scheme(4, 16, symmetric=False)
+    h = torch.diag(torch.linspace(1, 2, 32).double())
+    assert gptq(w, h, scheme).quantized.equal(rtn(w, scheme, "search", h.diagonal()).quantized)
+
+
+def test_gptq_stays_close_to_the_best_of_all_roundings() -> None:
+    """Oracle: every choice of codes for one row of four inputs at 2 bits, scales fixed."""
+    ratios = []
+    for seed in range(30):
+        w, h = problem(1, 4, seed, tokens=50)
+        scheme = Scheme(2, None, symmetric=False)
+        q = gptq(w, h, scheme, GPTQOptions(scales="minmax", damping=1e-6)).quantized
+        step, zero = q.scales.float(), q.zeros.float()  # type: ignore[union-attr]
+        every = torch.tensor(list(itertools.product(range(4), repeat=4)))
+        delta = (w - (every - zero) * step).double()
+        best = float(((delta @ h) * delta).sum(1).min())
+        loss = proxy_loss(w, q.dequantize(), h)[0]
+        rounded = proxy_loss(w, rtn(w, scheme, "minmax").quantized.dequantize(), h)[0]
+        assert loss >= best * (1 - 1e-6)
+        ratios.append((loss / best, rounded / best))
+    found, plain = (sum(r[i] for r in ratios) / len(ratios) for i in (0, 1))
+    assert found < 1.35
+    assert found < plain
+
+
+def test_error_of_a_column_is_propagated_once() -> None:
+    """Textbook recursion, column by column with explicit inverses: after each column the rest moves by the exact
+    least-squares compensation. The blocked solver must give the same codes."""
+    w, h = problem(5, 12, 7)
+    scheme = Scheme(3, 4, symmetric=False)
+    options = GPTQOptions(scales="minmax", act_order=False, damping=0.01, block=5)
+    scales, zeros = affine.minmax_params(w, scheme)
+    assert zeros is not None
+    step, offset = affine.expand_groups(scales.float(), 12, scheme), affine.expand_groups(zeros.float(), 12, scheme)
+    rest, damped = w.double().clone(), h + torch.eye(12).double() * 0.01 * h.diagonal().mean()
+    expected = torch.empty(5, 12)
+    for j in range(12):
+        expected[:, j] = torch.round(rest[:, j].float() / step[:, j] + offset[:, j]).clamp(0, 7)
+        error = rest[:, j] - ((expected[:, j] - offset[:, j]) * step[:, j]).double()
+        if j < 11:  # minimise over the remaining columns: delta_rest = error * H[j, rest] H[rest, rest]^-1
+            move = torch.linalg.solve(damped[j + 1 :, j + 1 :], damped[j + 1 :, j])
+            rest[:, j + 1 :] += error[:, None] * move[None]
+    assert torch.equal(gptq(w, h, scheme, options).quantized.codes, expected.to(torch.uint8))
+
+
+def test_stacked_siblings_are_solved_as_if_alone() -> None:
+    w, h = problem(20, 48, 1)
+    scheme = Scheme(4, 16, symmetric=False)
+    whole = gptq(w, h, scheme).quantized
+    parts = [gptq(part, h, scheme).quantized for part in w.split([5, 15])]
+    assert torch.equal(whole.codes, torch.cat([p.codes for p in parts]))
+
+
+def test_permuting_outputs_permutes_codes() -> None:
+    w, h = problem(16, 40, 2)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(3))
+    scheme = Scheme(4, 32)
+    assert torch.equal(gptq(w[order], h, scheme).quantized.codes, gptq(w, h, scheme).quantized.codes[order])
+
+
+def test_inputs_are_not_modified() -> None:
+    w, h = problem(6, 20, 3)
+    w0, h0 = w.clone(), h.clone()
+    gptq(w, h, Scheme(4, 8))
+    assert torch.equal(w, w0)
+    assert torch.equal(h, h0)
+
+
+def test_dead_inputs_are_rounded_and_disturb_nothing() -> None:
+    w, h = problem(6, 24, 4)
+    h[[3, 9]] = 0
+    h[:, [3, 9]] = 0
+    scheme = Scheme(4, 8, symmetric=False)
+    solution = gptq(w, h, scheme)
+    q = solution.quantized
+    assert solution.fallback is None
+    assert torch.equal(q.codes[:, [3, 9]], affine.quantize(w, q.scales, q.zeros, scheme)[:, [3, 9]])
+
+
+def test_all_inputs_dead_is_plain_rounding() -> None:
+    w, _ = problem(6, 24, 5)
+    scheme = Scheme(4, 8, symmetric=False)
+    assert gptq(w, torch.zeros(24, 24), scheme).quantized.equal(rtn(w, scheme, "search").quantized)
+
+
+def test_damping_escalates_until_the_hessian_factorises() -> None:
+    w, h = problem(4, 10, 6)
+    h = h - torch.eye(10).double() * (torch.linalg.eigvalsh(h)[0] + 0.03 * h.diagonal().mean())  # slightly indefinite
+    solution = gptq(w, h, Scheme(4, 10))
+    assert solution.fallback is None
+    assert solution.damping in GPTQOptions().escalation
+
+
+def test_a_hopeless_hessian_falls_back_to_rounding_and_says_so() -> None:
+    w, _ = problem(4, 10, 6)
+    h = torch.full((10, 10), 5.0).double() - 4 * torch.eye(10).double()
+    h[0, 1] = h[1, 0] = 100.0
+    solution = gptq(w, h, Scheme(4, 5))
+    assert solution.fallback is not None
+    assert "could not be factorised" in solution.fallback
+    assert solution.quantized.equal(rtn(w, Scheme(4, 5), "search", h.diagonal()).quantized)
+
+
+@pytest.mark.parametrize("block", [1, 7, 32, 500])
+def test_block_size_changes_speed_only(block: int) -> None:
+    w, h = problem(6, 70, 8)
+    scheme = Scheme(4, 16, symmetric=False)
+    a = gptq(w, h, scheme, GPTQOptions(block=block)).quantized
+    b = gptq(w, h, scheme).quantized
+    assert (a.codes != b.codes).float().mean() < 0.01  # a tie may fall either way in float32
