@@ -1,0 +1,124 @@
+"""Every format x scheme: decode undoes encode exactly; the real library agrees; golden words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError
+from quantkit.formats import Layout, reader_format, writer_format
+from quantkit.formats.compressed_tensors import CompressedTensors
+
+SHAPES = [(64, 256), (830, 545), (5, 96), (16, 576)]
+SCHEMES = [
+    Scheme(bits, group, symmetric, dtype)
+    for bits in range(2, 9)
+    for group in (None, 32, 128)
+    for symmetric in (True, False)
+    for dtype in ("float16", "bfloat16")
+]
+
+
+def quantized(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantTensor:
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    scales, zeros = affine.minmax_params(w, scheme)
+    return QuantTensor(affine.quantize(w, scales, zeros, scheme), scales, zeros, scheme)
+
+
+@pytest.mark.parametrize("name", ["native", "compressed-tensors"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_undoes_encode(name: str, shape: tuple[int, int]) -> None:
+    form = writer_format(name)
+    tried = 0
+    for scheme in SCHEMES:
+        if form.supports(scheme, *shape) is None:
+            q = quantized(scheme, shape)
+            assert form.decode(form.encode(q), scheme).equal(q), scheme
+            tried += 1
+    assert tried >= (84 if name == "native" else 8)
+
+
+@pytest.mark.parametrize("name", ["native", "compressed-tensors"])
+def test_the_written_config_reads_back_every_scheme(name: str) -> None:
+    """Through the reader, as load does: module names and schemes come from config.json and tensor names alone."""
+    form = writer_format(name)
+    schemes = {"a.q": Scheme(4, 32, True), "a.k": Scheme(8, None, False), "b.up": Scheme(4, 32, False, "bfloat16")}
+    tensors = {}
+    originals = {}
+    for module, scheme in schemes.items():
+        originals[module] = quantized(scheme, (16, 64))
+        tensors.update({f"{module}.{part}": value for part, value in form.encode(originals[module]).items()})
+    config = form.config(Layout(schemes, ["lm_head"]), "0")
+    reader = reader_format(config)
+    found = reader.modules(list(tensors), config)
+    assert set(found) == set(schemes)
+    for module, local in found.items():
+        q = reader.read_module(module, {part: tensors[f"{module}.{part}"] for part in local}, config)
+        assert isinstance(q, QuantTensor)
+        assert q.equal(originals[module])
+
+
+def test_native_holds_the_largest_zero_a_quant_tensor_may_have() -> None:
+    scheme = Scheme(4, 32, symmetric=False)
+    q = quantized(scheme, (8, 96))
+    extreme = QuantTensor(q.codes, q.scales, torch.full_like(q.scales, 16).to(torch.int16), scheme)
+    native = writer_format("native")
+    assert native.decode(native.encode(extreme), scheme).equal(extreme)
+
+
+def test_compressed_tensors_says_why_it_cannot_hold_a_scheme() -> None:
+    assert "--format native" in str(CompressedTensors.supports(Scheme(3, 64), 64, 256))
+    assert "does not divide" in str(CompressedTensors.supports(Scheme(4, 128), 64, 576))
+
+
+@pytest.mark.parametrize(
+    ("asked", "width", "used"), [(128, 576, 64), (128, 1536, 128), (None, 576, None), (256, 576, 64), (64, 545, None), (48, 96, 48)]
+)
+def test_group_sizes_that_do_not_divide_become_the_largest_that_does(
+    asked: int | None, width: int, used: int | None
+) -> None:
+    assert CompressedTensors.group_size_for(Scheme(4, asked), width) == used
+    assert writer_format("native").group_size_for(Scheme(4, asked), width) == asked
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 64), (8, None)])
+def test_the_compressed_tensors_library_unpacks_what_we_pack(bits: int, group: int | None, symmetric: bool) -> None:
+    """Oracle: the reader's own unpacking and dequantization give our numbers."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    scheme = Scheme(bits, group, symmetric)
+    q = quantized(scheme, (48, 256))
+    parts = CompressedTensors.encode(q)
+    codes = unpack_from_int32(parts["weight_packed"], bits, torch.Size(q.shape))
+    offset = torch.zeros_like(q.scales, dtype=torch.float32)
+    if not symmetric:
+        offset = unpack_from_int32(
+            parts["weight_zero_point"], bits, torch.Size(q.scales.shape), packed_dim=0
+        ).float()
+    width = scheme.width(256)
+    theirs = (codes.float() - offset.repeat_interleave(width, 1)) * q.scales.float().repeat_interleave(width, 1)
+    torch.testing.assert_close(theirs, q.dequantize(), rtol=0, atol=0)
+
+
+def test_the_compressed_tensors_library_accepts_our_config() -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = CompressedTensors.config(Layout({"x": Scheme(4, 128), "y": Scheme(8, None, False)}, ["lm_head"]), "0")
+    config.pop("quant_method")
+    parsed = QuantizationConfig.model_validate({**config, "quant_method": "compressed-tensors"})
+    assert parsed.config_groups["group_0"].weights.num_bits == 4
+    assert parsed.ignore == ["lm_head"]
+
+
+def test_act_order_groups_in_a_file_are_refused_not_misread() -> None:
+    with pytest.raises(CheckpointError, match="weight_g_idx"):
+        CompressedTensors.modules(["a.weight_packed", "a.weight_g_idx"], {"format": "pack-quantized"})
+
+
+def test_an_unknown_quant_method_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="'exl3'"):
+        reader_format({"quant_method": "exl3"})

@@ -1,0 +1,188 @@
+"""Stepping block by block equals the model's own forward bit for bit, for every architecture we claim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quantkit.checkpoint.source import TensorInfo
+from quantkit.errors import NumericsError, SourceError, UnsupportedModel
+from quantkit.model.skeleton import Weights, block_linears, build_skeleton, find_blocks
+from quantkit.model.stepper import input_groups, record, run_block, run_tail, same_call
+
+COMMON = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=100, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": dict(head_dim=8),
+    "mistral": dict(sliding_window=8),
+    "gemma3_text": dict(
+        head_dim=8, sliding_window=4, query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "phi3": {},
+    "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
+}  # fmt: skip
+
+
+class InMemory:
+    """A model's own weights as a source."""
+
+    path = Path("memory")
+
+    def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
+        tied = getattr(model.config, "tie_word_embeddings", False)
+        self.config = config
+        self.tensors = {n: p.detach() for n, p in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(self.tensors[name].dtype, tuple(self.tensors[name].shape))
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name].clone()
+
+    def digest(self) -> str:
+        return ""
+
+    def quantization(self) -> None:
+        return None
+
+
+def build(kind: str) -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **{**COMMON, **ARCHITECTURES[kind]})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    return model, config.to_dict()
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_stepping_blocks_equals_native_forward(kind: str) -> None:
+    model, config = build(kind)
+    ids = torch.randint(3, 100, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+
+    skeleton = build_skeleton(config)
+    blocks = find_blocks(skeleton)
+    assert all(p.is_meta for p in skeleton.parameters())
+    weights = Weights(skeleton, InMemory(model, config))
+    for name in weights.parameters:
+        if not name.startswith(f"{blocks.prefix}."):
+            weights.load_parameter(name)
+    recording = record(skeleton, blocks, ids)
+    hidden = recording.hidden
+    for index, block in enumerate(blocks.modules):
+        weights.load(blocks.name(index))
+        hidden = run_block(block, hidden, recording.calls[index])
+        weights.release(blocks.name(index))
+        assert all(p.is_meta for p in block.parameters())
+    assert torch.equal(run_tail(skeleton, blocks, ids, hidden), expected)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_linears_that_read_one_tensor_are_found_by_running(kind: str) -> None:
+    model, config = build(kind)
+    blocks = find_blocks(model)
+    recording = record(model, blocks, torch.tensor([[3, 4, 5]]))
+    groups = input_groups(blocks.modules[0], recording.hidden, recording.calls[0])
+    names = [tuple(name.rpartition(".")[2] for name in group) for group in groups]
+    expected = {
+        "phi3": [("qkv_proj",), ("o_proj",), ("gate_up_proj",), ("down_proj",)],
+        "opt": [("q_proj", "k_proj", "v_proj"), ("out_proj",), ("fc1",), ("fc2",)],
+    }.get(kind, [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)])
+    assert names == expected
+
+
+def test_layers_of_different_kinds_get_different_masks() -> None:
+    """Reusing block 0's arguments is the classic mistake."""
+    model, _ = build("gemma3_text")
+    recording = record(model, find_blocks(model), torch.arange(3, 20)[None])
+    assert not same_call(recording.calls[0], recording.calls[1])
+    assert same_call(recording.calls[0], recording.calls[2])
+
+
+def test_a_missing_tensor_is_named() -> None:
+    model, config = build("llama")
+    source = InMemory(model, config)
+    del source.tensors["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(SourceError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        Weights(build_skeleton(config), source)
+
+
+def test_a_tensor_without_a_place_is_named() -> None:
+    model, config = build("llama")
+    source = InMemory(model, config)
+    source.tensors["model.layers.0.mystery.weight"] = torch.zeros(3)
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mystery"):
+        Weights(build_skeleton(config), source)
+
+
+def test_a_wrong_shape_names_tensor_expected_and_found() -> None:
+    model, config = build("llama")
+    source = InMemory(model, config)
+    source.tensors["model.norm.weight"] = torch.zeros(31)
+    with pytest.raises(SourceError, match=r"model\.norm\.weight.*\[31\].*\[32\]"):
+        Weights(build_skeleton(config), source)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_nan_weight_is_named_when_read(bad: float) -> None:
+    model, config = build("llama")
+    source = InMemory(model, config)
+    source.tensors["model.layers.2.self_attn.o_proj.weight"][3, 4] = bad
+    weights = Weights(build_skeleton(config), source)
+    weights.load("model.layers.1")
+    with pytest.raises(NumericsError, match=r"layers\.2\.self_attn\.o_proj.*1 NaN or infinite"):
+        weights.load("model.layers.2")
+
+
+def test_checkpoints_saved_from_the_base_model_are_read() -> None:
+    model, config = build("llama")
+    source = InMemory(model, config)
+    source.tensors = {name.removeprefix("model."): value for name, value in source.tensors.items()}
+    weights = Weights(build_skeleton(config), source)
+    assert weights.names["model.layers.0.mlp.up_proj.weight"] == "layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "nonesuch"}, "'nonesuch' is unknown"),
+        ({"hidden_size": 3}, "no model_type"),
+        ({"model_type": "llama", "vision_config": {}}, "vision"),
+        ({"model_type": "t5", "num_layers": 1, "d_model": 12}, "t5"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        find_blocks(build_skeleton({**config, "vocab_size": 50}) if "vocab_size" not in config else build_skeleton(config))
+
+
+def test_fused_experts_and_conv1d_are_refused_by_name() -> None:
+    moe = dict(COMMON, model_type="mixtral", num_local_experts=2)
+    with pytest.raises(UnsupportedModel, match=r"mixtral: model\.layers\.0\..*not supported yet"):
+        find_blocks(build_skeleton(moe))
+    gpt2 = dict(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=16)
+    with pytest.raises(UnsupportedModel, match="gpt2"):
+        find_blocks(build_skeleton(gpt2))
+
+
+def test_building_a_skeleton_leaves_torch_as_it_was() -> None:
+    _, config = build("llama")
+    before = nn.Module.register_parameter
+    build_skeleton(config)
+    assert nn.Module.register_parameter is before
+    assert not nn.Linear(2, 2).weight.is_meta
+    assert len(block_linears(find_blocks(build_skeleton(config)).modules[0])) == 7
