@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import NumericsError
+from quantkit.errors import NumericsError, RequestError
 from quantkit.evaluate.perplexity import (
     LanguageModel,
     Progress,
@@ -23,6 +23,7 @@ from quantkit.evaluate.perplexity import (
     chosen,
     chunks,
     log_probs,
+    logit_columns,
     mean_and_stderr,
     scored_hidden,
 )
@@ -36,13 +37,13 @@ class Baseline:
     """An original, reduced to what the comparison needs.
 
     model: its head is used, its blocks may be gone. states: ``[windows, scored, hidden]`` in the original's dtype on
-    the host. windows: the tokens that made them. vocab: columns of the logits.
+    the host. windows: the tokens that made them. name: for reports.
     """
 
     model: LanguageModel
     states: Tensor
     windows: Windows
-    vocab: int
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def quantile(values: Tensor, q: float) -> float:
 def record_baseline(
     model: LanguageModel,
     windows: Windows,
-    vocab: int,
+    name: str,
     *,
     release: Callable[[], None] | None = None,
     progress: Progress | None = None,
@@ -100,7 +101,7 @@ def record_baseline(
     if release is not None:
         release()
     assert states is not None  # make_windows never returns zero windows
-    return Baseline(model=model, states=states, windows=windows, vocab=vocab)
+    return Baseline(model=model, states=states, windows=windows, name=name)
 
 
 @torch.inference_mode()
@@ -119,7 +120,8 @@ def compare(model: LanguageModel, baseline: Baseline, progress: Progress | None 
     )
     for window in range(windows.count):
         hidden, targets = scored_hidden(model, windows, window), windows.targets(window)
-        for part in chunks(windows.scored, baseline.vocab):
+        vocab = _same_columns(baseline, model, hidden)
+        for part in chunks(windows.scored, vocab):
             kept = baseline.states[window, part].to(hidden.device)
             _compare_chunk(
                 log_probs(baseline.model, kept), log_probs(model, hidden[part]), targets[part], result, window, part
@@ -133,6 +135,17 @@ def compare(model: LanguageModel, baseline: Baseline, progress: Progress | None 
         if progress is not None:
             progress("evaluating", window + 1, windows.count)
     return result
+
+
+def _same_columns(baseline: Baseline, model: LanguageModel, hidden: Tensor) -> int:
+    vocab = logit_columns(model, hidden)
+    original = logit_columns(baseline.model, baseline.states[0, :1].to(hidden.device))
+    if vocab != original:
+        raise RequestError(
+            f"{baseline.name} gives {original} logits per token and the model {vocab}. "
+            "A comparison needs the same vocabulary; name the original that this model was converted from."
+        )
+    return vocab
 
 
 def _compare_chunk(p: Tensor, q: Tensor, targets: Tensor, result: Comparison, window: int, part: slice) -> None:

@@ -45,6 +45,11 @@ def chunks(total: int, vocab: int) -> Iterator[slice]:
         yield slice(start, min(start + step, total))
 
 
+def logit_columns(model: LanguageModel, hidden: Tensor) -> int:
+    """Columns of the model's logits, found by one token's hidden state (a padded head has more than the tokenizer)."""
+    return model.head(hidden[:1]).shape[-1]
+
+
 def scored_hidden(model: LanguageModel, windows: Windows, window: int) -> Tensor:
     """Hidden states behind the scored logits of one window: ``[scored, hidden]``. One forward pass."""
     hidden = model.hidden(windows.ids[window : window + 1])
@@ -63,15 +68,15 @@ def chosen(log_probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def token_losses(model: LanguageModel, windows: Windows, vocab: int, progress: Progress | None = None) -> Tensor:
-    """Negative log-likelihood of each scored token: float64 ``[windows, scored]``. vocab: columns of the logits.
+def token_losses(model: LanguageModel, windows: Windows, progress: Progress | None = None) -> Tensor:
+    """Negative log-likelihood of each scored token: float64 ``[windows, scored]``.
 
     Raises NumericsError when a loss is not finite.
     """
     losses = torch.empty(windows.count, windows.scored, dtype=torch.float64)
     for window in range(windows.count):
         hidden, targets = scored_hidden(model, windows, window), windows.targets(window)
-        for part in chunks(windows.scored, vocab):
+        for part in chunks(windows.scored, logit_columns(model, hidden)):
             losses[window, part] = chosen(log_probs(model, hidden[part]), targets[part])
         check_finite(losses[window], window, "the model")
         if progress is not None:

@@ -1,0 +1,53 @@
+"""Where and with what a figure was measured: recorded beside every result."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, quantkit and the libraries that decide a figure."""
+    import quantkit
+
+    found = {"python": platform.python_version(), "quantkit": quantkit.__version__}
+    for name in ("torch", "transformers", "tokenizers", "numpy"):
+        found[name] = metadata.version(name)
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores, threads torch uses, memory, instruction set and, where there is one, the GPU."""
+    import torch
+
+    pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    found: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": pages * page,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    return found
+
+
+def _processor() -> str:
+    """The processor's name; the architecture where the system does not tell it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def peak_host_bytes() -> int:
+    """Largest resident size this process has had, libraries included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux, bytes on macOS
+    return peak if sys.platform == "darwin" else peak * 1024

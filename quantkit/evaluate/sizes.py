@@ -1,0 +1,41 @@
+"""How large a checkpoint is, in bytes and in bits per weight. Read from headers and module shapes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from quantkit.checkpoint.source import Source
+from quantkit.formats.reader import QuantizedReader
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """checkpoint_bytes: bytes of all stored tensors. bits_per_weight: quantized linears alone, scales and zeros counted;
+    None for a model that is not quantized. model_bits_per_weight: ``8 * checkpoint_bytes / parameters`` of the whole
+    model, tied ones counted once; the figure to compare with files of other tools."""
+
+    checkpoint_bytes: int
+    bits_per_weight: float | None
+    model_bits_per_weight: float
+
+
+def measure_sizes(source: Source) -> Sizes:
+    """Sizes of a checkpoint of any format that is read. One quantized module is in memory at a time."""
+    reader = QuantizedReader(source)
+    stored = sum(source.info(name).nbytes for name in source.names())
+    bits, weights = 0, 0
+    for name in reader.modules:
+        module = reader.module(name)
+        bits += module.bits_stored
+        weights += math.prod(module.shape)
+    return Sizes(stored, bits / weights if weights else None, 8 * stored / count_parameters(source))
+
+
+def count_parameters(source: Source) -> int:
+    """Parameters of the model that the config describes; a tied head is counted once."""
+    from quantkit.model.skeleton import build_skeleton, tied_parameters
+
+    model = build_skeleton(source.config)
+    tied = tied_parameters(model)
+    return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
