@@ -307,7 +307,6 @@ def _of_architecture(name: str, source: GGUFSource, config: dict[str, Any], may:
             "head_dim": head_dim,
             "query_pre_attn_scalar": scalar,
             "sliding_window": may("attention.sliding_window", 512),
-            "sliding_window_pattern": 6,
             "layer_types": ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)],
             "final_logit_softcapping": may("final_logit_softcapping"),
             "attn_logit_softcapping": None,

@@ -1,0 +1,210 @@
+"""Texts by name: for calibrating, or for measuring, never both.
+
+Every text carries the sha256 of its UTF-8 bytes, so that a number can name exactly what it was measured on.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import socket
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit.checkpoint.fetch import fetch
+from quantkit.errors import MissingExtra, QuantkitError, RequestError, SourceError
+
+Split = Literal["calibration", "evaluation"]
+
+# Prose and code of the running Python: the language reference, and modules that are long, readable and pure Python.
+BUILTIN_MODULES = (
+    "argparse",
+    "ast",
+    "datetime",
+    "difflib",
+    "json.decoder",
+    "pathlib",
+    "statistics",
+    "tarfile",
+    "typing",
+)
+HUB_SECONDS = 5
+HUB_CHARACTERS = 8_000_000  # enough for any calibration or evaluation here; a hub dataset can be terabytes
+SEPARATOR = "\n\n"  # between the records of a JSONL file or a dataset
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text: the name it was asked for by, its characters, and the sha256 of their UTF-8 bytes."""
+
+    name: str
+    text: str
+    sha256: str
+
+
+def load_text(name: str, *, split: Split) -> Text:
+    """A text by name, for one purpose.
+
+    name: ``wikipedia-sample`` (also with ``:calibration`` or ``:evaluation``), ``news-sample``, ``builtin``, a local
+    .txt, .md or other UTF-8 file (.gz unpacked), a .jsonl file (field ``text``), or ``hub:dataset[:config[:split]]``.
+    split: what it is for; a text that may not serve that is refused. Raises RequestError for a name or purpose that is
+    wrong, SourceError for a file that is missing, empty or undecodable, QuantkitError if a hub does not answer.
+    """
+    base, _, half = name.partition(":")
+    if base == "wikipedia-sample":
+        return _text(name, _wikipedia(half, split))
+    if name == "news-sample":
+        if split == "calibration":
+            raise RequestError("news-sample: for evaluation only. Calibrate on wikipedia-sample, builtin or a file.")
+        return _text(name, _read(fetch("news-sample") / "evaluation.txt"))
+    if name == "builtin":
+        if split == "evaluation":
+            raise RequestError(
+                "builtin: for calibration only; it differs between Python versions. Use wikipedia-sample."
+            )
+        return _text(name, _builtin())
+    if base == "hub":
+        return _text(name, _hub(half, split))
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise SourceError(
+            f"{name}: no such file, and no text of that name is known. Known are wikipedia-sample, news-sample, builtin, "
+            "hub:DATASET; or give a .txt, .md, .gz or .jsonl file."
+        )
+    if path.is_dir():
+        raise SourceError(f"{name}: a folder. Give one text file.")
+    return _text(name, _records(path) if ".jsonl" in path.suffixes else _read(path))
+
+
+def _text(name: str, text: str) -> Text:
+    if not text.strip():
+        raise SourceError(f"{name}: the text is empty. Give a file with something in it.")
+    return Text(name, text, hashlib.sha256(text.encode("utf-8")).hexdigest())
+
+
+def _wikipedia(half: str, split: Split) -> str:
+    if half not in ("", "calibration", "evaluation"):
+        raise RequestError(f"wikipedia-sample:{half}: there are two halves, calibration and evaluation.")
+    if half and half != split:
+        raise RequestError(
+            f"wikipedia-sample:{half}: asked for {split}. Calibrating and measuring on the same text flatters the result; "
+            "leave the half away and the right one is taken."
+        )
+    return _read(fetch("wikipedia-sample") / f"{split}.txt")
+
+
+def _read(path: Path) -> str:
+    """A UTF-8 file, unpacked if its name ends in .gz. Line ends are kept as they are: the sha256 is of these bytes."""
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        return data.decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise SourceError(
+            f"{path}: not a whole gzip file ({error}). Download it again, or unpack it yourself."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SourceError(
+            f"{path}: not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x}). "
+            "Convert it, for example with: iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+def _records(path: Path) -> str:
+    """The ``text`` fields of a JSONL file."""
+    texts = []
+    for number, line in enumerate(_read(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise SourceError(
+                f"{path}: line {number} is not JSON ({error.msg}). A JSONL file has one object a line."
+            ) from error
+        texts.append(_field(record, f"{path}: line {number}"))
+    return SEPARATOR.join(texts)
+
+
+def _field(record: Any, where: str) -> str:
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        keys = f"its fields are {', '.join(map(str, record))}" if isinstance(record, dict) else "it is no object"
+        raise SourceError(
+            f"{where} has no field 'text' holding a string ({keys}). Rename the field that holds the text."
+        )
+    value: str = record["text"]
+    return value
+
+
+def _builtin() -> str:
+    """The language reference and some library source of this Python: the same on every machine with this version."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    prose = [topics[key].strip() for key in sorted(topics)]
+    code = [inspect.getsource(importlib.import_module(module)).strip() for module in BUILTIN_MODULES]
+    # Code spread among prose, so that any stretch of the text holds some of both.
+    every = max(1, len(prose) // (len(code) + 1))
+    for i, source in enumerate(code, 1):
+        prose.insert(i * every + i - 1, source)
+    return SEPARATOR.join(prose)
+
+
+def _hub(spec: str, split: Split) -> str:
+    """``dataset[:config[:split]]``, streamed until enough characters are there."""
+    dataset, _, rest = spec.partition(":")
+    config, _, part = rest.partition(":")
+    if not dataset:
+        raise RequestError("hub: names no dataset. Write hub:DATASET, hub:DATASET:CONFIG or hub:DATASET:CONFIG:SPLIT.")
+    part = part or ("train" if split == "calibration" else "test")
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra("datasets", "dev", "Reading a dataset from a hub") from None
+    _check_hub()
+    try:
+        rows: Iterable[Any] = datasets.load_dataset(dataset, config or None, split=part, streaming=True)
+        texts, size = [], 0
+        for number, row in enumerate(rows, 1):
+            texts.append(_field(row, f"hub:{spec}: record {number}"))
+            size += len(texts[-1])
+            if size >= HUB_CHARACTERS:
+                break
+    except QuantkitError:
+        raise
+    except Exception as error:  # datasets raises its own, the hub's, and its file readers' errors
+        raise SourceError(
+            f"hub:{spec}: cannot be read ({type(error).__name__}: {str(error)[:300]}). Check the name, config and split "
+            f"({part!r} was asked for), or download a text file and give its path."
+        ) from error
+    return SEPARATOR.join(texts)
+
+
+def _check_hub() -> None:
+    """Say within five seconds that the hub cannot be reached; the library would retry for minutes."""
+    from urllib.parse import urlsplit
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+        return  # the user says what is cached is enough, and the library then asks no network
+    url = urlsplit(constants.ENDPOINT)
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    proxied = any(os.environ.get(key) for key in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"))
+    if proxied:
+        return  # the proxy resolves the name; a direct connection proves nothing
+    try:
+        socket.create_connection((host, port), timeout=HUB_SECONDS).close()
+    except OSError as error:
+        raise QuantkitError(
+            f"hub: {host} did not answer within {HUB_SECONDS} s ({error}). Use wikipedia-sample or builtin, give a local "
+            "file, or set HF_HUB_OFFLINE=1 if the dataset is in the cache already."
+        ) from error

@@ -1,0 +1,178 @@
+"""Tokenizers: loaded from a model folder or rebuilt from a GGUF file, and written so that other readers load them.
+
+transformers' own GGUF loader is not used. Seen with 5.17: Gemma's tokenizer came out without merges, so that every word
+fell apart into letters and perplexity rose from 24 to 1280, without a word of warning; SmolLM2's lost the rule that
+digits stand alone. Here a rebuilt tokenizer must pass ``check_round_trip``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from quantkit.checkpoint.fetch import fetch, is_named
+from quantkit.checkpoint.gguf_header import read_header
+from quantkit.checkpoint.gguf_tokenizer import rebuild
+from quantkit.checkpoint.source import Source, read_json
+from quantkit.errors import RequestError, SourceError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Any of these makes a folder one with a tokenizer.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+# What belongs to a tokenizer and is copied as it is. Nothing here is ever unpickled.
+FILES = (
+    *VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+# Written by transformers 5, unknown to 4. The generic class is the same thing in both; the rest describes the loading.
+GENERIC_CLASS = "PreTrainedTokenizerFast"
+ONLY_IN_5 = ("backend", "is_local", "local_files_only")
+
+# Words, digits, code, several scripts, runs of spaces and newlines. NFC, because some tokenizers normalize to that.
+PROBE = (
+    "The committee didn't publish its 1984 report until October, 27 months later.\n\n"
+    "def area(r):\n    return 3.14159 * r**2  # m²\n\n\tNaïve café — “quotes”, 中文, 日本語, русский, 😀.\n"
+)
+ENGLISH = "The history of the world is the history of the people who lived in it, and of the things that they did."
+
+
+def load_tokenizer(ref: str | Path | Source) -> PreTrainedTokenizerFast:
+    """The tokenizer of a named model, folder, GGUF file or open source. Reads no weights.
+
+    Raises SourceError if there is none, or if one rebuilt from GGUF does not reproduce text; RequestError for a
+    reference that names nothing.
+    """
+    path = _locate(ref)
+    return tokenizer_from_gguf(path) if path.suffix == ".gguf" and path.is_file() else _from_folder(path)
+
+
+def tokenizer_from_gguf(path: Path, changes: Mapping[str, Any] | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer of a GGUF file, checked. changes: metadata values to read differently (to reproduce another reader)."""
+    from transformers import PreTrainedTokenizerFast
+
+    rebuilt = rebuild(read_header(path).metadata | dict(changes or {}), path)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=rebuilt.tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=rebuilt.context_length,
+        **rebuilt.special,
+    )
+    tokenizer.chat_template = rebuilt.chat_template
+    check_round_trip(tokenizer, str(path))
+    return tokenizer
+
+
+def write_tokenizer(source: Source, out_dir: Path) -> list[str]:
+    """Write tokenizer and chat template into an existing folder, loadable by transformers 4 and 5. Returns file names."""
+    path = _locate(source)
+    if path.is_file():
+        load_tokenizer(source).save_pretrained(out_dir)
+    else:
+        _require_vocabulary(path)
+        for name in [*FILES, *(p.name for p in path.glob("*.tiktoken"))]:
+            if (path / name).is_file():
+                shutil.copyfile(path / name, out_dir / name)
+        if (path / "additional_chat_templates").is_dir():
+            shutil.copytree(
+                path / "additional_chat_templates", out_dir / "additional_chat_templates", dirs_exist_ok=True
+            )
+        if not (out_dir / "tokenizer.json").exists():  # engines read this one; older folders hold only its ingredients
+            load_tokenizer(source).save_pretrained(out_dir)
+    repair_config(out_dir)
+    present = [*FILES, *(p.name for p in out_dir.glob("*.tiktoken")), "additional_chat_templates"]
+    return [name for name in present if (out_dir / name).exists()]
+
+
+def wants_bos(tokenizer: Any) -> bool:
+    """Whether this model's texts start with BOS: its own encoding does so, or it has Gemma's vocabulary.
+
+    Gemma is named because its models are useless without BOS (perplexity in the thousands) and tokenizers rebuilt by
+    other tools often lack the rule.
+    """
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return False
+    if tokenizer("a")["input_ids"][:1] == [bos]:
+        return True
+    vocab = tokenizer.get_vocab()
+    return tokenizer.bos_token == "<bos>" and ("<start_of_turn>" in vocab or "<unused0>" in vocab)
+
+
+def check_round_trip(tokenizer: Any, where: str) -> None:
+    """Raises SourceError if encoding and decoding changes a text, or if words fall apart into letters."""
+    ids = tokenizer.encode(PROBE, add_special_tokens=False)
+    back = tokenizer.decode(ids)
+    if back != PROBE:
+        at = next((i for i, (a, b) in enumerate(zip(PROBE, back, strict=False)) if a != b), min(len(PROBE), len(back)))
+        raise SourceError(
+            f"{where}: its tokenizer does not reproduce text: {PROBE[at : at + 20]!r} came back as {back[at : at + 20]!r}. "
+            "Use the model's Hugging Face folder, or a GGUF file made by a current llama.cpp."
+        )
+    count = len(tokenizer.encode(ENGLISH, add_special_tokens=False))
+    if count > len(ENGLISH) / 2:
+        raise SourceError(
+            f"{where}: its tokenizer needs {count} tokens for {len(ENGLISH)} letters of English: its merges are lost. "
+            "Use the model's Hugging Face folder, or a GGUF file made by a current llama.cpp."
+        )
+
+
+def _locate(ref: str | Path | Source) -> Path:
+    """A folder or a .gguf file."""
+    path = Path(ref).expanduser() if isinstance(ref, str | Path) else ref.path
+    if isinstance(ref, str) and is_named(ref) and not path.exists():
+        path = fetch(ref)
+    if not path.exists():
+        raise RequestError(f"{ref}: no such folder or file, and no model of that name is known.")
+    if path.is_file() and path.suffix != ".gguf":
+        raise SourceError(f"{path}: no tokenizer can be read from this file. Give the model's folder or a .gguf file.")
+    ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if ggufs and not any((path / name).exists() for name in VOCABULARIES):
+        if len(ggufs) > 1:
+            raise RequestError(f"{path}: holds {len(ggufs)} GGUF files; name one of them: {ggufs[0].name}, ...")
+        return ggufs[0]
+    return path
+
+
+def _from_folder(path: Path) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    _require_vocabulary(path)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises whatever its parsers raise: json, tokenizers, KeyError, ...
+        raise SourceError(
+            f"{path}: the tokenizer cannot be loaded ({type(error).__name__}: {str(error)[:300]}). "
+            "Download the tokenizer files again; tokenizers that bring code of their own are not run."
+        ) from error
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _require_vocabulary(path: Path) -> None:
+    if not any((path / name).exists() for name in VOCABULARIES) and not any(path.glob("*.tiktoken")):
+        raise SourceError(
+            f"{path}: no tokenizer (none of {', '.join(VOCABULARIES)}). Copy the tokenizer files of the model into this "
+            "folder; calibration, evaluation and generation need them."
+        )
+
+
+def repair_config(folder: Path) -> None:
+    """Make tokenizer_config.json readable by transformers 4 as well, and put the chat template where both find it."""
+    path = folder / "tokenizer_config.json"
+    config: dict[str, Any] = read_json(path) if path.exists() else {"tokenizer_class": GENERIC_CLASS}
+    if config.get("tokenizer_class") in (None, "TokenizersBackend"):
+        config["tokenizer_class"] = GENERIC_CLASS
+    for key in ONLY_IN_5:
+        config.pop(key, None)
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, list):  # version 4 knows this key as a mapping, and the list under its older name
+        del config["extra_special_tokens"]
+        config["additional_special_tokens"] = extra
+    template = folder / "chat_template.jinja"
+    if "chat_template" not in config and template.exists():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
