@@ -1,0 +1,132 @@
+"""Attention over the paged cache: the seam between our cache and the transformers model definition.
+
+Keys reach ``Cache.update`` after rotary. ``update`` appends them to the pages and gives the model's own attention dense keys and
+values decoded from those pages, so every architecture, mask and attention variant of transformers works unchanged.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.core.kvscheme import KVScales, KVScheme
+from quantkit.errors import CheckpointError, RequestError, UnsupportedModel
+from quantkit.runtime.cache import KVCache, LayerSpec, PagedLayer, layer_spec
+
+# What config.layer_types may hold; other kinds (linear attention, chunked) keep states that are no keys and values.
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def attention_modules(model: Any) -> dict[int, str]:
+    """Layer index -> name of the attention module that writes the cache at that index (``model.layers.0.self_attn``).
+
+    Raises UnsupportedModel if they cannot be found.
+    """
+    found: dict[int, str] = {}
+    for name, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and "attention" in type(module).__name__.lower():
+            found.setdefault(index, name)
+    count = int(model.config.num_hidden_layers)
+    if sorted(found) != list(range(count)):
+        kind = getattr(model.config, "model_type", type(model).__name__)
+        raise UnsupportedModel(
+            f"{kind}: has {count} layers but {len(found)} attention modules with a cache index; not supported."
+        )
+    return found
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """Sliding window of each layer in tokens, None for full attention. Raises UnsupportedModel for other layer kinds."""
+    count = int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        # Without a list, transformers' own cache treats every layer as sliding when the config has a window.
+        return [window for _ in range(count)]
+    odd = sorted(set(kinds) - {FULL, SLIDING})
+    if odd or int(getattr(config, "num_kv_shared_layers", None) or 0):
+        what = ", ".join(odd) or "layers that share a cache"
+        raise UnsupportedModel(
+            f"{config.model_type}: has {what}; the cache holds full and sliding-window attention only."
+        )
+    return [window if kind == SLIDING else None for kind in kinds]
+
+
+def layer_specs(
+    model: Any, scheme: KVScheme, scales: KVScales | None, dtype: torch.dtype, device: torch.device
+) -> list[LayerSpec]:
+    """One spec per layer. Raises CheckpointError naming the module whose scales are missing or do not fit the model."""
+    windows = layer_windows(model.config)
+    if scheme.bits == 16:
+        return [layer_spec(None, 16, dtype, device, window) for window in windows]
+    if scales is None or scales.scheme.bits != scheme.bits:
+        has = "no KV scales" if scales is None else f"KV scales for {scales.scheme.bits} bits"
+        raise RequestError(
+            f"kv_bits={scheme.bits}: the checkpoint has {has}. Convert with --kv-bits {scheme.bits}, or use --kv-bits 16."
+        )
+    names = attention_modules(model)
+    heads = int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
+    specs = []
+    for index, window in enumerate(windows):
+        layer = scales.layers.get(names[index])
+        if layer is None:
+            raise CheckpointError(
+                f"no KV scales for {names[index]!r}. The checkpoint is incomplete; convert again with --kv-bits."
+            )
+        if layer.k_scale.shape[0] != heads:
+            raise CheckpointError(
+                f"{names[index]}: KV scales for {layer.k_scale.shape[0]} heads, the model has {heads}."
+            )
+        specs.append(layer_spec(layer, scheme.bits, dtype, device, window))
+    return specs
+
+
+def transformers_cache(cache: KVCache) -> Any:
+    """Our cache as the ``past_key_values`` of a transformers model (a ``transformers.Cache``)."""
+    base, layer_class = _classes()
+    return base(layers=[layer_class(layer) for layer in cache.layers])
+
+
+@lru_cache(maxsize=1)
+def _classes() -> tuple[Any, Any]:
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+        """Delegates to a PagedLayer."""
+
+        is_compileable = False
+
+        def __init__(self, layer: PagedLayer) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.layer = layer
+            self.is_sliding = layer.spec.window is not None
+            if layer.spec.window is not None:
+                self.sliding_window = layer.spec.window
+            self.is_initialized = True
+
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            """Nothing: the pool is made by the first append."""
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.layer.append(key_states, value_states)
+            keys, values = self.layer.read()
+            self.layer.trim()
+            return keys, values
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.layer.length - self.layer.start + query_length, self.layer.start
+
+        def get_seq_length(self) -> int:
+            return self.layer.length
+
+        def get_max_length(self) -> int:
+            return -1
+
+        def get_max_cache_shape(self) -> int:  # the name of get_max_length before transformers 5.20 or so
+            return -1
+
+    return Cache, PagedCacheLayer

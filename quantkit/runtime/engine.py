@@ -1,0 +1,192 @@
+"""Generation: prefill, then decode, for a batch of prompts over the paged cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError
+from quantkit.runtime.attention import transformers_cache
+from quantkit.runtime.cache import KVCache
+from quantkit.runtime.sampling import GenerationOptions, Sampler
+from quantkit.runtime.text import TextStream
+
+PREFILL_TOKENS = 512  # a long prompt is read in pieces of this many tokens, which bounds the memory of activations
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer and how long it took.
+
+    tokens: generated ids, the end token excluded, those of a stop string included. finish_reason: "stop" (end token,
+    stop token or stop string) or "length" (max_tokens). time_to_first_token and inter_token_latencies in seconds, as this
+    prompt saw them (a batch shares them). tokens_per_second: of the decode phase, this sequence alone; 0 for a single token.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    time_to_first_token: float
+    inter_token_latencies: list[float]
+    kv_cache_bytes: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        spent = sum(self.inter_token_latencies)
+        return len(self.inter_token_latencies) / spent if spent else 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A step of one sequence: text that is now certain, and the finished answer with the last piece."""
+
+    row: int
+    text: str
+    done: Generation | None = None
+
+
+class Steps(Protocol):
+    """What the engine needs of a model."""
+
+    device: torch.device
+
+    @property
+    def tokenizer(self) -> Any: ...
+    def new_cache(self, capacity: int) -> KVCache: ...
+    def step(self, ids: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+        """ids ``[batch, tokens]`` -> final hidden states ``[batch, tokens, hidden]``, keys and values cached."""
+
+    def head(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass
+class _Sequence:
+    row: int
+    sampler: Sampler
+    stream: TextStream
+    options: GenerationOptions
+    prompt_tokens: int
+    ends: frozenset[int]
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    reason: str | None = None
+
+    def take(self, token: int, now: float) -> str:
+        """Accept a token; returns text that is certain, sets ``reason`` at the end."""
+        self.times.append(now)
+        if token in self.ends:
+            self.reason = "stop"
+            return self.stream.finish()
+        self.tokens.append(token)
+        text = self.stream.push(token)
+        if self.stream.stopped:
+            self.reason = "stop"
+        elif len(self.tokens) == self.options.max_tokens:
+            text += self.stream.finish()
+            # The held-back end may complete a stop string when the last character is flushed.
+            self.reason = "stop" if self.stream.stopped else "length"
+        return text
+
+    def result(self, start: float, kv_bytes: int) -> Generation:
+        between = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        first = self.times[0] - start
+        return Generation(
+            self.stream.text, self.tokens, self.reason or "length", self.prompt_tokens, first, between, kv_bytes
+        )
+
+
+@torch.inference_mode()  # on the generator as a whole: a `with` inside would leak to the consumer between yields
+def run(
+    model: Steps,
+    prompts: Sequence[Sequence[int]],
+    options: Sequence[GenerationOptions],
+    *,
+    end_tokens: Sequence[int],
+    context: int | None,
+) -> Iterator[Piece]:
+    """Generate for a batch of prompts (token ids), one ``Piece`` for each sequence and step.
+
+    Prompts of different lengths are padded on the left and masked; sequences that end leave the batch. Raises
+    RequestError for an empty prompt or one that does not fit the context with its ``max_tokens``.
+    """
+    for prompt, one in zip(prompts, options, strict=True):
+        check_length(len(prompt), one.max_tokens, context)
+    start = time.perf_counter()
+    live = [
+        _sequence(model, row, prompt, one, end_tokens)
+        for row, (prompt, one) in enumerate(zip(prompts, options, strict=True))
+    ]
+    ids, mask = pad_left(prompts, model.device)
+    cache = model.new_cache(ids.shape[1] + max(one.max_tokens for one in options))
+    seam = transformers_cache(cache)
+    hidden = _prefill(model, ids, seam, mask)
+    while True:
+        logits = model.head(hidden)[:, -1]
+        chosen = [sequence.sampler(row) for sequence, row in zip(live, logits, strict=True)]
+        now = time.perf_counter()
+        for sequence, token in zip(live, chosen, strict=True):
+            text = sequence.take(token, now)
+            done = sequence.result(start, cache.nbytes() // len(live)) if sequence.reason else None
+            yield Piece(sequence.row, text, done)
+        kept = [i for i, sequence in enumerate(live) if sequence.reason is None]
+        if not kept:
+            return
+        if len(kept) < len(live):
+            rows = torch.tensor(kept, device=model.device)
+            cache.select(rows)
+            live, mask = [live[i] for i in kept], None if mask is None else mask[rows]
+        step = torch.tensor([[chosen[i]] for i in kept], device=model.device)
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(kept), 1)], dim=1)
+        hidden = model.step(step, seam, mask)
+
+
+def _sequence(
+    model: Steps, row: int, ids: Sequence[int], options: GenerationOptions, end_tokens: Sequence[int]
+) -> _Sequence:
+    ends = frozenset(options.stop_tokens) | (frozenset() if options.ignore_eos else frozenset(end_tokens))
+    stream = TextStream(model.tokenizer, ids, options.stop)
+    return _Sequence(row, Sampler(options, list(ids)), stream, options, len(ids), ends)
+
+
+def _prefill(model: Steps, ids: Tensor, seam: Any, mask: Tensor | None) -> Tensor:
+    """Read the prompt; hidden state of its last token ``[batch, 1, hidden]``."""
+    hidden = torch.empty(0)
+    for first in range(0, ids.shape[1], PREFILL_TOKENS):
+        last = min(first + PREFILL_TOKENS, ids.shape[1])
+        hidden = model.step(ids[:, first:last], seam, None if mask is None else mask[:, :last])
+    return hidden[:, -1:]
+
+
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Ids ``[batch, longest]`` padded on the left, and the mask (int64, 1 = real token), or None if nothing was padded.
+
+    The value of the padding id does not matter, because it is masked: 0 exists in every vocabulary.
+    """
+    longest = max(len(ids) for ids in prompts)
+    padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
+    if all(len(ids) == longest for ids in prompts):
+        return padded, None
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+    return padded, mask
+
+
+def check_length(prompt: int, max_tokens: int, context: int | None) -> None:
+    """Raises RequestError if a prompt is empty, or prompt and answer do not fit the context."""
+    if not prompt:
+        raise RequestError(
+            "the prompt is empty (no tokens, and this model has no token for a beginning). Give some text."
+        )
+    if context is None or prompt + max_tokens <= context:
+        return
+    room = context - prompt
+    remedy = f"Use --max-tokens {room} or less." if room > 0 else "Shorten the prompt."
+    raise RequestError(
+        f"the prompt has {prompt} tokens and max_tokens is {max_tokens}: together more than the model's context of {context}. {remedy}"
+    )

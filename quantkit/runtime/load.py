@@ -1,0 +1,235 @@
+"""A checkpoint in any format we read -> a model ready to run. Weights are streamed tensor by tensor into the skeleton."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoint.source import Source, TensorInfo, open_source, read_json
+from quantkit.core.kvscheme import KVScheme
+from quantkit.core.qtensor import BlockTensor, QuantTensor
+from quantkit.errors import CheckpointError, RequestError, SourceError
+from quantkit.formats.kv_scales import read_kv_scales
+from quantkit.formats.reader import QuantizedReader
+from quantkit.model.skeleton import Weights, build_skeleton
+from quantkit.runtime.linear import KERNELS, QuantLinear, pack
+from quantkit.runtime.model import Model
+
+__all__ = ["Model", "load"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    ref: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    kv_bits: int | None = None,
+    dequantize: bool = False,
+    kernel: str | None = None,
+) -> Model:
+    """Load a model to run it: floating point, or quantized in any format that quantkit reads.
+
+    ref: named model, folder or GGUF file. device: "auto" (a GPU if there is one), "cpu", "cuda". dtype of activations and of
+    weights that are not quantized: "auto", "float32", "bfloat16", "float16" (never on a CPU). kv_bits: None for what the
+    checkpoint was calibrated for (16 if it was not), or 16, 8, 4. dequantize: hold quantized weights as floats instead of packed
+    (for evaluation). kernel: None for the measured choice, or a name from ``runtime.linear.KERNELS`` for every layer.
+
+    Raises RequestError for a bad option, SourceError or CheckpointError for a model that cannot be read whole.
+    """
+    where = choose_device(device)
+    number = choose_dtype(dtype, where)
+    if kernel is not None and kernel not in KERNELS:
+        raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
+    requested = None if kv_bits is None else KVScheme(kv_bits)
+    source = open_source(ref)
+    reader = QuantizedReader(source)
+    module = build_skeleton(source.config, number)
+    fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
+    scales = read_kv_scales(_folder(source))
+    scheme = requested or (scales.scheme if scales is not None else KVScheme())
+    if scales is not None and scheme.bits == scales.scheme.bits:
+        scheme = scales.scheme
+    return Model(
+        module,
+        source.config,
+        device=where,
+        dtype=number,
+        read_tokenizer=lambda: _tokenizer(source),
+        end_tokens=end_tokens(source),
+        kv_scheme=scheme,
+        kv_scales=scales,
+    )
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """Resolve "auto". Raises RequestError for a device that is unknown or not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise RequestError(f"device={device!r}: expected auto, cpu or cuda.") from None
+    if found.type not in ("cpu", "cuda"):
+        raise RequestError(f"device={device!r}: expected auto, cpu or cuda.")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise RequestError("device='cuda': torch sees no CUDA device. Use --device cpu, or install torch with CUDA.")
+    return found
+
+
+def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """Resolve "auto": bf16 on a GPU and where the processor multiplies it (AVX512-BF16, AMX), else float32.
+
+    Raises RequestError for an unknown dtype, and for float16 on a CPU: it overflows at 65504, and no CPU kernel is faster for it.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" or cpu_has_bfloat16() else torch.float32
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise RequestError(f"dtype={dtype!r}: expected auto, {', '.join(DTYPES)}.")
+    if found == torch.float16 and device.type == "cpu":
+        raise RequestError(
+            "dtype=float16 on a CPU: large activations overflow and nothing gets faster. Use float32 or bfloat16."
+        )
+    return found
+
+
+def cpu_has_bfloat16() -> bool:
+    """True if this processor multiplies bf16 in hardware; elsewhere torch emulates it, slower than float32."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
+
+
+def fill(
+    module: nn.Module,
+    source: Source,
+    reader: QuantizedReader,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    dequantize: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """Give every parameter of a skeleton its stored value, one tensor in memory at a time; tied weights stay one tensor.
+
+    Raises SourceError naming what is missing or left over, CheckpointError for a quantized module that does not fit.
+    """
+    places = {stored: _place(module, stored, str(source.path)) for stored in reader.modules}
+    if not dequantize:
+        for name in places.values():  # before Weights looks for names: a packed linear has no dense weight
+            module.get_submodule(name)._parameters.pop("weight")
+    weights = Weights(module, _Plain(source, reader, places if dequantize else {}, module), dtype)
+    if not dequantize:
+        for stored, name in places.items():
+            linear: Any = module.get_submodule(name)
+            value = read_module(source, reader, stored, (linear.out_features, linear.in_features))
+            packed = pack(value, device=device, dtype=dtype, kernel=kernel)
+            _replace(module, name, QuantLinear(packed, linear.bias, kernel))
+    _load_dense(module, weights, {f"{name}.weight" for name in places.values()}, device)
+    for name, buffer in list(module.named_buffers()):
+        owner, _, local = name.rpartition(".")
+        module.get_submodule(owner)._buffers[local] = buffer.to(device)
+    left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+    if left:
+        raise SourceError(
+            f"{source.path}: {len(left)} tensors got no value, first {left[0]!r}. The checkpoint is incomplete."
+        )
+
+
+def read_module(
+    source: Source, reader: QuantizedReader, name: str, shape: tuple[int, int]
+) -> QuantTensor | BlockTensor:
+    """One quantized weight. Raises CheckpointError if its shape is not the model's."""
+    value = reader.module(name)
+    if tuple(value.shape) != shape:
+        raise CheckpointError(
+            f"{source.path}: {name} holds a weight of {list(value.shape)}; config.json implies {list(shape)}. "
+            "The weights and the config belong to different models."
+        )
+    return value
+
+
+def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device: torch.device) -> None:
+    """Parameters that are not packed. Those that are tied share one tensor, also if the file stores both.
+
+    separate: parameters that were quantized apart from their twin (a quantized head), and so are not tied any more.
+    """
+    shared: dict[str, nn.Parameter] = {}
+    for name in weights.names:
+        twin = weights.tied.get(name)
+        first = twin if twin in weights.names and name not in separate else name
+        if first not in shared:
+            shared[first] = nn.Parameter(weights.read(first).to(device), requires_grad=False)
+        owner, _, local = name.rpartition(".")
+        module.get_submodule(owner)._parameters[local] = shared[first]
+
+
+def _place(module: nn.Module, stored: str, where: str) -> str:
+    """The module that a quantized module of the file belongs to; files saved from the base model lack its prefix."""
+    prefix = getattr(module, "base_model_prefix", "")
+    modules = dict(module.named_modules())
+    for name in (stored, f"{prefix}.{stored}"):
+        if isinstance(modules.get(name), nn.Linear):
+            return name
+    raise CheckpointError(
+        f"{where}: holds a quantized weight for {stored!r}, but the model has no linear layer of that name."
+    )
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
+    owner, _, local = name.rpartition(".")
+    setattr(module.get_submodule(owner), local, layer)
+
+
+def _folder(source: Source) -> Path:
+    return source.path if source.path.is_dir() else source.path.parent
+
+
+def _tokenizer(source: Source) -> Any:
+    from quantkit.checkpoint.tokenizer import load_tokenizer
+
+    return load_tokenizer(source)
+
+
+def end_tokens(source: Source) -> tuple[int, ...]:
+    """Tokens that end an answer: ``eos_token_id`` (one or a list) of generation_config.json, else of config.json."""
+    file = _folder(source) / "generation_config.json"
+    stored = read_json(file).get("eos_token_id") if file.exists() else None
+    value = source.config.get("eos_token_id") if stored is None else stored
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)
+
+
+class _Plain:
+    """A source seen without the packed tensors of its quantized modules; ``dense`` ones are offered as float weights instead."""
+
+    def __init__(self, source: Source, reader: QuantizedReader, dense: dict[str, str], module: Any) -> None:
+        self.source, self.reader = source, reader
+        self.path, self.config = source.path, source.config
+        self._plain = reader.plain_names()
+        self._dense: dict[str, tuple[int, int]] = {}
+        for stored, name in dense.items():
+            linear = module.get_submodule(name)
+            self._dense[f"{stored}.weight"] = (linear.out_features, linear.in_features)
+
+    def names(self) -> list[str]:
+        return [*self._plain, *self._dense]
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(torch.float32, self._dense[name]) if name in self._dense else self.source.info(name)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._dense:
+            return self.source.read(name)
+        return read_module(self.source, self.reader, name.removesuffix(".weight"), self._dense[name]).dequantize()
+
+    def digest(self) -> str:
+        return self.source.digest()
+
+    def quantization(self) -> dict[str, Any] | None:
+        return None

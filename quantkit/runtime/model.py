@@ -1,0 +1,224 @@
+"""Model: a model ready to run. Logits, hidden states, text."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.core.kvscheme import KVScales, KVScheme
+from quantkit.errors import RequestError
+from quantkit.runtime.attention import layer_specs, transformers_cache
+from quantkit.runtime.cache import PAGE_TOKENS, KVCache
+from quantkit.runtime.engine import Generation, Piece, run
+from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.sampling import GenerationOptions
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Model:
+    """What ``quantkit.load`` returns.
+
+    config: the content of config.json. module: the transformers model with packed linears. tokenizer: read on first use.
+    kv_scheme: how the cache is kept. dtype, device: of activations.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        config: dict[str, Any],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        read_tokenizer: Callable[[], Any],
+        end_tokens: Sequence[int] = (),
+        kv_scheme: KVScheme | None = None,
+        kv_scales: KVScales | None = None,
+    ) -> None:
+        self.module, self.config = module, config
+        self.device, self.dtype = device, dtype
+        self.kv_scheme = kv_scheme or KVScheme()
+        self.end_tokens = tuple(end_tokens)
+        self._read_tokenizer = read_tokenizer
+        self._specs = layer_specs(module, self.kv_scheme, kv_scales, dtype, device)
+        self._head = head_only(module)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer stored with the model."""
+        return self._read_tokenizer()
+
+    @property
+    def kv_bits(self) -> int:
+        """Bits of the KV cache; 16 stands for the run-time dtype."""
+        return self.kv_scheme.bits
+
+    @property
+    def context(self) -> int | None:
+        """Tokens the model can attend to, prompt and answer together; None if its config names no limit."""
+        limit = getattr(self.module.config, "max_position_embeddings", None)
+        return None if limit is None else int(limit)
+
+    def new_cache(self, capacity: int = 0) -> KVCache:
+        """An empty cache; ``capacity``: tokens per sequence to reserve pages for."""
+        return KVCache(self._specs, capacity)
+
+    def step(self, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
+        """Run tokens over a cache (``transformers_cache``), appending to it.
+
+        ids: int64 ``[batch, tokens]``. mask: int64 ``[batch, cached + tokens]``, 1 for real tokens, or None. Returns the final
+        hidden states ``[batch, tokens, hidden]``, after the last norm.
+        """
+        past = cache.layers[0].get_seq_length()
+        if mask is None:
+            position = torch.arange(past, past + ids.shape[1], device=ids.device)[None].expand_as(ids)
+        else:
+            position = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
+        output = self.module.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    @torch.inference_mode()
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """Final hidden states ``[batch, tokens, hidden]``, after the last norm, of int64 ids ``[batch, tokens]``.
+
+        With a quantized cache the tokens are fed in chunks of 64, so that attention really reads what the pages hold.
+        Raises RequestError beyond the context.
+        """
+        ids = input_ids.to(self.device)
+        if self.context is not None and ids.shape[1] > self.context:
+            raise RequestError(
+                f"{ids.shape[1]} tokens are more than the model's context of {self.context}. Use shorter windows."
+            )
+        if self.kv_bits == 16:
+            hidden: Tensor = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            return hidden
+        seam = transformers_cache(self.new_cache(ids.shape[1]))
+        return torch.cat([self.step(chunk, seam) for chunk in ids.split(PAGE_TOKENS, dim=1)], dim=1)
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits ``[batch, tokens, vocab]`` of hidden states, with the model's own scaling and soft cap."""
+        logits: Tensor = self._head(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Logits ``[batch, tokens, vocab]`` of int64 ids ``[batch, tokens]``."""
+        return self.head(self.hidden(input_ids))
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | Messages | Sequence[Messages],
+        options: GenerationOptions | Sequence[GenerationOptions] | None = None,
+        **overrides: Any,
+    ) -> Any:
+        """Continue a prompt, or a batch of them.
+
+        prompt: text, or chat messages (``[{"role": "user", "content": "..."}]``), or a list of either. options: one for all,
+        or one per prompt; or its fields as keywords: ``generate("Once", max_tokens=32)``. Returns a ``Generation``, or a
+        list of them for a list of prompts. Raises RequestError for a bad option or a prompt beyond the context.
+        """
+        prompts, single = as_batch(prompt)
+        done: dict[int, Generation] = {}
+        for piece in self._run(prompts, options, overrides):
+            if piece.done is not None:
+                done[piece.row] = piece.done
+        return done[0] if single else [done[row] for row in range(len(prompts))]
+
+    def stream(
+        self, prompt: str | Messages, options: GenerationOptions | None = None, **overrides: Any
+    ) -> Generator[str, None, Generation | None]:
+        """Continue one prompt; yields text as soon as it is certain. The generator's return value is the ``Generation``."""
+        prompts, single = as_batch(prompt)
+        if not single:
+            raise RequestError("stream takes one prompt; use generate for a list.")
+        for piece in self._run(prompts, options, overrides):
+            if piece.text:
+                yield piece.text
+            if piece.done is not None:
+                return piece.done
+        return None
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: ``quantized`` (packed linears with their scales), ``dense`` (all else), ``kv_per_token`` (whole pages, all layers)."""
+        packed = sum(m.packed.nbytes() for m in self.module.modules() if isinstance(m, QuantLinear))
+        tensors = {t.data_ptr(): t.nbytes for t in [*self.module.parameters(), *self.module.buffers()]}
+        config = self.module.config
+        heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        token = len(self._specs) * self.kv_scheme.bytes_per_token(heads, head_dim, self.dtype)
+        return {"quantized": packed, "dense": sum(tensors.values()) - packed, "kv_per_token": token}
+
+    def _run(
+        self,
+        prompts: Sequence[str | Messages],
+        options: GenerationOptions | Sequence[GenerationOptions] | None,
+        overrides: dict[str, Any],
+    ) -> Iterator[Piece]:
+        if options is not None and overrides:
+            raise RequestError("give either options or keywords, not both.")
+        if not prompts:
+            raise RequestError("no prompt was given.")
+        try:
+            one = GenerationOptions(**overrides) if options is None else options
+        except TypeError as error:
+            raise RequestError(f"unknown generation option: {error}") from None
+        each = [one] * len(prompts) if isinstance(one, GenerationOptions) else list(one)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(each)} options; give one for all, or one each.")
+        ids = [self.encode(text, chat=o.chat) for text, o in zip(prompts, each, strict=True)]
+        return run(self, ids, each, end_tokens=self.end_tokens, context=self.context)
+
+    def encode(self, prompt: str | Messages, *, chat: bool = False) -> list[int]:
+        """Token ids of a prompt. Messages, and text with ``chat``, go through the chat template.
+
+        Raises RequestError if the model has no chat template.
+        """
+        if isinstance(prompt, str) and not chat:
+            return list(self.tokenizer(prompt)["input_ids"])
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError(
+                "this model has no chat template: it is no chat model. Give the prompt as plain text, without --chat."
+            )
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def as_batch(prompt: Any) -> tuple[list[Any], bool]:
+    """Prompts as a list, and whether a single one was given."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    items = list(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        return [items], True
+    return items, False
+
+
+class _Given:
+    """Stands where the base model is, and returns the hidden states that it is given."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # OPT's head calls model.decoder
+
+    def __call__(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def head_only(module: Any) -> Any:
+    """The model without its body: maps ``inputs_embeds`` (final hidden states) to logits by the architecture's own code.
+
+    So every scaling and soft cap (gemma, cohere, granite) is right without a list of them. Shares all weights.
+    """
+    alone = copy.copy(module)
+    alone.__dict__["_modules"] = {**module._modules, module.base_model_prefix: _Given()}
+    return alone
