@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from dataclasses import dataclass
@@ -62,6 +63,14 @@ def current_rss() -> int:
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:
         return peak_rss()
+
+
+def release_free_memory() -> None:
+    """Give freed pages back to the system. glibc keeps them in its heap otherwise, and the resident size creeps up block
+    by block. Other C libraries have no such call and return large blocks by themselves."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def predict(sizes: Sizes) -> Prediction:

@@ -21,7 +21,7 @@ from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.stats import Hessian
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter, write_json
-from quantkit.convert.memory import BATCH_TOKENS, peak_rss
+from quantkit.convert.memory import BATCH_TOKENS, peak_rss, release_free_memory
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import Plan, Target, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport, LayerReport
@@ -117,6 +117,7 @@ class _Conversion:
             if states and index + 1 < len(plan.blocks):
                 advance(block, states, calls[index])
             plan.weights.release(name)
+            release_free_memory()
         states.clear()
         self.listen(Progress("copy", len(plan.blocks), len(plan.blocks), self._last_error()))
         self._copy_plain()
