@@ -299,7 +299,7 @@ def _report(
     from quantkit.evaluate.environment import hardware, peak_host_bytes, versions
     from quantkit.evaluate.sizes import measure_sizes
 
-    windows, parameter = prepared.windows, next(measured.module.parameters())
+    windows = prepared.windows
     sizes = measure_sizes(prepared.source)
     return Evaluation(
         model=str(model),
@@ -314,9 +314,9 @@ def _report(
         data_sha256=prepared.text.sha256,
         tokenizer_sha256=prepared.tokenizer_sha256,
         ids_sha256=windows.digest(),
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        dtype=str(measured.dtype).removeprefix("torch."),
         runtime=runtime,
-        device=parameter.device.type,
+        device=measured.device.type,
         kv_bits=measured.kv_bits,
         bits_per_weight=sizes.bits_per_weight,
         model_bits_per_weight=sizes.model_bits_per_weight,

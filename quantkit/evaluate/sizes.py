@@ -23,13 +23,22 @@ class Sizes:
 def measure_sizes(source: Source) -> Sizes:
     """Sizes of a checkpoint of any format that is read. One quantized module is in memory at a time."""
     reader = QuantizedReader(source)
-    stored = sum(source.info(name).nbytes for name in source.names())
+    stored = stored_bytes(source)
     bits, weights = 0, 0
     for name in reader.modules:
         module = reader.module(name)
         bits += module.bits_stored
         weights += math.prod(module.shape)
     return Sizes(stored, bits / weights if weights else None, 8 * stored / count_parameters(source))
+
+
+def stored_bytes(source: Source) -> int:
+    """Bytes of all tensors as they lie in the file: for a GGUF file the packed ones, not what they are read as."""
+    from quantkit.checkpoint.gguf_source import GGUFSource
+
+    if isinstance(source, GGUFSource):
+        return sum(tensor.nbytes for tensor in source.header.tensors.values())
+    return sum(source.info(name).nbytes for name in source.names())
 
 
 def count_parameters(source: Source) -> int:

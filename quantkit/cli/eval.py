@@ -1,0 +1,85 @@
+"""``quantkit eval MODEL``"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from quantkit.cli.main import print_json
+from quantkit.errors import RequestError
+
+
+@click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
+@click.argument("model")
+@click.option(
+    "--baseline", metavar="SOURCE", help="The 16- or 32-bit original: adds KL divergence and the paired difference."
+)
+@click.option(
+    "--data",
+    default="wikipedia-sample",
+    show_default=True,
+    metavar="TEXT",
+    help="NAME, FILE (.txt, .jsonl) or hub:dataset[:config[:split]]; never the calibration text.",
+)
+@click.option("--seq-len", type=int, help="Tokens per window, BOS counted.  [default: 1024; llama.cpp: 512]")
+@click.option("--tokens", type=int, help="Windows x seq-len at most.  [default: every full window of the text]")
+@click.option("--protocol", default="gptq", show_default=True, metavar="NAME", help="gptq or llama.cpp.")
+@click.option(
+    "--kv-bits", type=int, help="Run with a KV cache of 16, 8 or 4 bits.  [default: what the checkpoint says]"
+)
+@click.option(
+    "--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.  [default: float32; with --runtime: the runtime's]"
+)
+@click.option("--runtime", is_flag=True, help="Measure the packed kernels instead of dequantized weights.")
+@click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu or cuda.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--html", hidden=True)
+def command(model: str, as_json: bool, html: str | None, **given: Any) -> None:
+    """Measure MODEL on a text: perplexity with its standard error and, with --baseline, what quantization cost.
+
+    MODEL is a folder that `quantkit convert` wrote, any model it reads, or a bitsandbytes checkpoint.
+    """
+    if html is not None:
+        raise RequestError("--html has not landed yet. Use --json and make the page from it.")
+    _quiet()
+    from quantkit.evaluate.report import evaluate
+
+    with _bar() as progress:
+        evaluation = evaluate(model, progress=progress, **given)
+    print_json(evaluation.to_json()) if as_json else click.echo(evaluation.table(color=sys.stdout.isatty()))
+
+
+def _quiet() -> None:
+    """Other libraries' progress bars and advice do not belong into this command's output."""
+    import transformers.utils.logging as hf_logging
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar with windows done and time left on stderr; silent when stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(bar_width=24),
+        TextColumn("window {task.completed}/{task.total}"),
+    )
+    bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    bar.disable = not sys.stderr.isatty()
+    tasks: dict[str, Any] = {}
+
+    def listen(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=done, total=total)
+
+    with bar:
+        yield listen
