@@ -30,7 +30,7 @@ class LanguageModel(Protocol):
         """Final hidden states, after the last norm: int64 ``[batch, tokens]`` -> ``[batch, tokens, hidden]``."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits, soft cap included: ``[..., hidden]`` -> ``[..., vocab]``."""
+        """Logits, soft cap included: ``[batch, tokens, hidden]`` -> ``[batch, tokens, vocab]``."""
 
 
 def chunk_tokens(vocab: int) -> int:
@@ -47,7 +47,7 @@ def chunks(total: int, vocab: int) -> Iterator[slice]:
 
 def logit_columns(model: LanguageModel, hidden: Tensor) -> int:
     """Columns of the model's logits, found by one token's hidden state (a padded head has more than the tokenizer)."""
-    return model.head(hidden[:1]).shape[-1]
+    return model.head(hidden[None, :1]).shape[-1]
 
 
 def scored_hidden(model: LanguageModel, windows: Windows, window: int) -> Tensor:
@@ -58,7 +58,7 @@ def scored_hidden(model: LanguageModel, windows: Windows, window: int) -> Tensor
 
 def log_probs(model: LanguageModel, hidden: Tensor) -> Tensor:
     """Log-softmax over the vocabulary, float32 ``[tokens, vocab]``, of hidden states ``[tokens, hidden]``."""
-    return torch.log_softmax(model.head(hidden).float(), dim=-1)
+    return torch.log_softmax(model.head(hidden[None])[0].float(), dim=-1)
 
 
 def chosen(log_probabilities: Tensor, targets: Tensor) -> Tensor:

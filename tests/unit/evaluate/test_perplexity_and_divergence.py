@@ -116,7 +116,7 @@ def test_no_more_logits_at_once_than_a_chunk_holds(monkeypatch):
     seen = []
     model = random_model(7)
     plain = model.head
-    model.head = lambda hidden: seen.append(hidden.shape[0]) or plain(hidden)
+    model.head = lambda hidden: seen.append(hidden.shape[1]) or plain(hidden)
     token_losses(model, some_windows(count=2))
     assert max(seen) == 5
 

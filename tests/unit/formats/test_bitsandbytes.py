@@ -1,0 +1,113 @@
+"""bitsandbytes checkpoints are decoded as the library itself decodes them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.bitsandbytes import BitsAndBytes
+
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+
+
+def state(**fields) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+def nf4_parts(**changes) -> dict[str, torch.Tensor]:
+    """A 2 x 64 weight with the codes 0..15 in order, absmax 2 and 3."""
+    codes = torch.arange(128) % 16
+    parts = {
+        "weight": (codes[0::2] * 16 + codes[1::2]).to(torch.uint8).reshape(-1, 1),
+        "weight.absmax": torch.tensor([2.0, 3.0]),
+        "weight.quant_map": torch.tensor(NF4),
+        "weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4", blocksize=64, dtype="float16", shape=[2, 64]),
+    }
+    return parts | changes
+
+
+def test_nf4_by_hand_first_element_in_the_high_nibble():
+    weight = BitsAndBytes.read_module("x", nf4_parts(), {})
+    assert (weight.kind, weight.shape) == ("nf4", (2, 64))
+    expected = torch.stack([2 * torch.tensor(NF4 * 4), 3 * torch.tensor(NF4 * 4)])
+    torch.testing.assert_close(weight.dequantize(), expected)
+    assert weight.bits_stored == 128 * 4 + 2 * 32
+
+
+def test_double_quantized_scales_by_hand():
+    parts = nf4_parts(
+        **{
+            "weight.absmax": torch.tensor([0, 255], dtype=torch.uint8),
+            "weight.nested_absmax": torch.tensor([4.0]),
+            "weight.nested_quant_map": torch.linspace(-1, 1, 256),
+            "weight.quant_state.bitsandbytes__nf4": state(
+                quant_type="nf4", blocksize=64, shape=[2, 64], nested_blocksize=256, nested_offset=5.0
+            ),
+        }
+    )
+    weight = BitsAndBytes.read_module("x", parts, {}).dequantize()
+    torch.testing.assert_close(weight[:, 15], torch.tensor([1.0, 9.0]))  # -1 * 4 + 5 and 1 * 4 + 5
+    assert BitsAndBytes.read_module("x", parts, {}).bits_stored == 128 * 4 + 2 * 8 + 32
+
+
+def test_int8_by_hand():
+    parts = {"weight": torch.tensor([[127, -64], [0, 1]], dtype=torch.int8), "SCB": torch.tensor([1.0, 12.7])}
+    weight = BitsAndBytes.read_module("x", parts, {})
+    torch.testing.assert_close(weight.dequantize(), torch.tensor([[1.0, -64 / 127], [0.0, 0.1]]))
+    assert weight.bits_stored == 4 * 8 + 2 * 32
+
+
+def test_modules_are_found_by_their_state_tensors():
+    names = [f"a.{part}" for part in nf4_parts()] + ["b.weight", "b.SCB", "b.weight_format", "norm.weight"]
+    assert BitsAndBytes.modules(names, {}) == {"a": tuple(nf4_parts()), "b": ("weight", "SCB", "weight_format")}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight": torch.zeros(63, 1, dtype=torch.uint8)},
+        {"weight": torch.zeros(32, 1, dtype=torch.int16)},
+        {"weight.absmax": torch.ones(3)},
+        {"weight.quant_state.bitsandbytes__nf4": torch.tensor([123], dtype=torch.uint8)},
+        {"weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4")},
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes):
+    with pytest.raises(CheckpointError):
+        BitsAndBytes.read_module("x", nf4_parts(**changes), {})
+
+
+def test_int8_in_another_order_is_refused():
+    parts = {"weight": torch.zeros(2, 2, dtype=torch.int8), "SCB": torch.ones(2), "weight_format": torch.tensor(1)}
+    with pytest.raises(CheckpointError, match="row-major"):
+        BitsAndBytes.read_module("x", parts, {})
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (5, 6), (7, 96)])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4-double", "int8"])
+def test_what_the_library_writes_is_decoded_as_the_library_decodes_it(kind, shape):
+    bnb = pytest.importorskip("bitsandbytes")
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+    if kind == "int8":
+        linear = bnb.nn.Linear8bitLt(shape[1], shape[0], bias=False, has_fp16_weights=False)
+        linear.weight = bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
+    else:
+        options = {"quant_type": kind.removesuffix("-double"), "compress_statistics": kind.endswith("-double")}
+        linear = bnb.nn.Linear4bit(shape[1], shape[0], bias=False, **options)
+        linear.weight = bnb.nn.Params4bit(weight.clone(), requires_grad=False, **options)
+    parts = dict(linear.to("cpu").state_dict())
+    found = BitsAndBytes.modules([f"m.{name}" for name in parts], {})
+    decoded = BitsAndBytes.read_module("m", {name: parts[name] for name in found["m"]}, {}).dequantize()
+    if kind == "int8":
+        expected = bnb.functional.int8_vectorwise_dequant(linear.weight.data, linear.weight.SCB)
+    else:
+        expected = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state).float()
+    # 4 bits: the library rounds its result to float16, the weight's dtype
+    torch.testing.assert_close(decoded, expected.float(), rtol=1e-3, atol=1e-6)
