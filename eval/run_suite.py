@@ -1,0 +1,170 @@
+"""Run a suite: quantize and evaluate every row that has no result yet, one JSON per row.
+
+    python eval/run_suite.py                                  the rows of eval/suites/main.toml that are missing
+    python eval/run_suite.py --only '*gptq*' --again          those rows, whether they have a result or not
+    python eval/run_suite.py --list                           what is there, what is missing, what is out of range
+
+Stops and resumes anywhere: a row's JSON is written when the row is done, under its final name at once. A row whose
+definition has changed counts as missing. Rows of one model share the original's hidden states. Twins and quantized models
+are kept in --work (default build/eval); delete it at will. Exit code 1 when a figure lies outside its expected range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluate.divergence import Baseline
+from quantkit.evaluate.report import evaluate, prepare, prepare_baseline
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("suite", nargs="?", type=Path, default=ROOT / "eval" / "suites" / "main.toml")
+    parser.add_argument("--only", default="*", help="rows whose id matches this pattern")
+    parser.add_argument("--again", action="store_true", help="run rows that have a result, too")
+    parser.add_argument("--list", action="store_true", help="show the state of every row and stop")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "eval")
+    parser.add_argument("--results", type=Path, default=ROOT / "eval" / "results")
+    args = parser.parse_args()
+    suite = tomllib.loads(args.suite.read_text(encoding="utf-8"))
+    rows = [row for row in suite["row"] if fnmatch.fnmatch(row["id"], args.only)]
+    if not rows:
+        raise SystemExit(f"no row of {args.suite} matches {args.only!r}")
+    runner = Runner(suite["evaluation"], args.work, args.results)
+    if not args.list:
+        for row in sorted(rows, key=lambda row: row["model"]):  # one original in memory at a time
+            if args.again or runner.result(row) is None:
+                runner.run(row)
+    wrong = [line for row in rows for line in runner.judge(row)]
+    raise SystemExit(1 if any("OUT OF RANGE" in line for line in wrong) else 0)
+
+
+class Runner:
+    """Runs rows, with the hidden states of the last original kept."""
+
+    def __init__(self, evaluation: dict[str, Any], work: Path, results: Path) -> None:
+        self.evaluation, self.work, self.results = evaluation, work, results
+        self._baseline: tuple[str, Baseline] | None = None
+
+    def result(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """The stored result, None if there is none for the row as it stands now."""
+        path = self.results / f"{row['id']}.json"
+        if not path.exists():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found if found["row"] == definition(row) and found["protocol"] == self.evaluation else None
+
+    def run(self, row: dict[str, Any]) -> None:
+        """Quantize, evaluate, write the JSON."""
+        print(f"\n{row['id']}", flush=True)
+        twin = self.twin(row["model"])
+        model, made, command = self.quantize(row, twin)
+        is_original = model == twin
+        try:
+            baseline = None if is_original else self.baseline(row["model"], twin)
+            evaluation = evaluate(str(model), baseline=baseline, progress=show, **self.evaluation)
+        except QuantkitError as error:
+            raise SystemExit(f"{row['id']}: {error}") from error
+        figures = evaluation.to_json()
+        figures["model"], figures["baseline"] = row["id"], None if is_original else f"{row['model']}-original"
+        data = {
+            "id": row["id"], "row": definition(row), "protocol": self.evaluation, "command": command,
+            "date": time.strftime("%Y-%m-%d"), "quantization": made, "evaluation": figures,
+        }  # fmt: skip
+        self.results.mkdir(parents=True, exist_ok=True)
+        partial = self.results / f".{row['id']}.partial"
+        partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.rename(self.results / f"{row['id']}.json")
+        print(evaluation.table(), flush=True)
+
+    def twin(self, model: str) -> Path:
+        """The twin's folder, built if it is missing."""
+        twin = self.work / "twins" / model
+        if not twin.exists():
+            twin.parent.mkdir(parents=True, exist_ok=True)
+            execute([sys.executable, str(ROOT / "eval" / "make_twins.py"), model, str(twin)])
+        return twin
+
+    def quantize(self, row: dict[str, Any], twin: Path) -> tuple[Path, dict[str, Any] | None, str | None]:
+        """The row's model, what its maker reported, and the command that makes it."""
+        out = self.work / "models" / row["id"]
+        if "convert" in row:
+            command = ["-m", "quantkit.cli.main", "convert", "TWIN", "--out", "OUT", *row["convert"], "--json"]
+        elif "peer" in row:
+            command = [*row["peer"], "TWIN", "--out", "OUT"]
+        else:
+            return twin, None, None
+        if out.exists():
+            shutil.rmtree(out)
+        real = {"TWIN": str(twin), "OUT": str(out)}
+        made: dict[str, Any] = json.loads(execute([sys.executable, *(real.get(word, word) for word in command)]))
+        made["out"] = row["id"]
+        if "layers" in made:
+            made["layers"] = len(made["layers"])  # the per-layer report stays in the checkpoint
+        return out, made, shlex.join(["python", *command])
+
+    def baseline(self, model: str, twin: Path) -> Baseline:
+        """Hidden states of the original, made once for all rows of a model."""
+        if self._baseline is None or self._baseline[0] != model:
+            self._baseline = None
+            self._baseline = (model, prepare_baseline(str(twin), prepare(str(twin), **self.evaluation), progress=show))
+        return self._baseline[1]
+
+    def judge(self, row: dict[str, Any]) -> list[str]:
+        """One line per row, and one per figure outside its range; printed."""
+        result = self.result(row)
+        if result is None:
+            lines = [f"{row['id']:<46} no result"]
+        else:
+            got = result["evaluation"]
+            kl = (
+                ""
+                if got["kl_mean"] is None
+                else f"  KL {got['kl_mean']:.4f}  top-1 {100 * got['top1_agreement']:.1f} %"
+            )
+            lines = [f"{row['id']:<46} perplexity {got['perplexity']:.4f}{kl}"]
+            for figure, (low, high) in row.get("expect", {}).items():
+                if not low <= got[figure] <= high:
+                    lines.append(f"  OUT OF RANGE: {figure} {got[figure]:.6g} is not in {low} .. {high}")
+        print("\n".join(lines))
+        return lines
+
+
+def definition(row: dict[str, Any]) -> dict[str, Any]:
+    """What makes a row's result: label and expectation may change without running it again."""
+    return {key: value for key, value in row.items() if key not in ("label", "expect")}
+
+
+def execute(command: list[str]) -> str:
+    """Run a command from the repository's root, its messages passing through; its stdout. Stops on failure."""
+    done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, cwd=ROOT)
+    if done.returncode:
+        raise SystemExit(f"failed with exit code {done.returncode}: {shlex.join(command)}")
+    return done.stdout
+
+
+def show(what: str, done: int, total: int) -> None:
+    """Progress on stderr, one line that is written over; silent when stderr is no terminal."""
+    if sys.stderr.isatty():
+        print(f"\r{what} {done}/{total} ", end="" if done < total else "\n", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
