@@ -39,14 +39,29 @@ def main() -> None:
     prompt = "Write one sentence about the sea."
 
     print(f"1. {args.model} to 4 bits: GPTQ, groups of 64, 8-bit KV cache")
-    run("convert", args.model, "--out", model, "--group-size", "64", "--kv-bits", "8", "--samples", "32", "--seq-len", "512")
+    run(
+        "convert",
+        args.model,
+        "--out",
+        model,
+        "--group-size",
+        "64",
+        "--kv-bits",
+        "8",
+        "--samples",
+        "32",
+        "--seq-len",
+        "512",
+    )
     print("\n2. What that cost, against the original (6 windows of 1024 tokens the calibration never saw)")
     run("eval", model, "--baseline", args.model, "--seq-len", "1024", "--tokens", str(6 * 1024), "--kv-bits", "16")
     print("\n3. Text from the quantized model")
     run("generate", model, "--prompt", prompt, "--chat", "--max-tokens", "48")
     manifest = json.loads((Path(model) / "quantkit.json").read_text())
     size = sum(file.stat().st_size for file in Path(model).iterdir())
-    print(f"\nDone in {time.perf_counter() - started:.0f} s. {model}: {size / 1e6:.1f} MB, {len(manifest['layers'])} linears quantized.")
+    print(
+        f"\nDone in {time.perf_counter() - started:.0f} s. {model}: {size / 1e6:.1f} MB, {len(manifest['layers'])} linears quantized."
+    )
     print("The folder loads in vLLM, SGLang and transformers, and here: quantkit.load(...)")
 
 

@@ -96,7 +96,12 @@ class CompressedTensors:
             }
             for i, (scheme, modules) in enumerate(by_scheme.items())
         }
+        # compressed-tensors 0.20 sizes packed zero points wrongly on the meta device, so transformers' compressed loading
+        # refuses every asymmetric model; its other way, dense weights at load, works and this key chooses it. vLLM and
+        # SGLang do not look at it.
+        dense = {} if all(scheme.symmetric for scheme in by_scheme) else {"dequantize": True}
         return {
+            **dense,
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",

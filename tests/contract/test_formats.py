@@ -75,7 +75,8 @@ def test_compressed_tensors_says_why_it_cannot_hold_a_scheme() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "width", "used"), [(128, 576, 64), (128, 1536, 128), (None, 576, None), (256, 576, 64), (64, 545, None), (48, 96, 48)]
+    ("asked", "width", "used"),
+    [(128, 576, 64), (128, 1536, 128), (None, 576, None), (256, 576, 64), (64, 545, None), (48, 96, 48)],
 )
 def test_group_sizes_that_do_not_divide_become_the_largest_that_does(
     asked: int | None, width: int, used: int | None
@@ -96,9 +97,7 @@ def test_the_compressed_tensors_library_unpacks_what_we_pack(bits: int, group: i
     codes = unpack_from_int32(parts["weight_packed"], bits, torch.Size(q.shape))
     offset = torch.zeros_like(q.scales, dtype=torch.float32)
     if not symmetric:
-        offset = unpack_from_int32(
-            parts["weight_zero_point"], bits, torch.Size(q.scales.shape), packed_dim=0
-        ).float()
+        offset = unpack_from_int32(parts["weight_zero_point"], bits, torch.Size(q.scales.shape), packed_dim=0).float()
     width = scheme.width(256)
     theirs = (codes.float() - offset.repeat_interleave(width, 1)) * q.scales.float().repeat_interleave(width, 1)
     torch.testing.assert_close(theirs, q.dequantize(), rtol=0, atol=0)

@@ -167,7 +167,9 @@ def test_checkpoints_saved_from_the_base_model_are_read() -> None:
 )
 def test_what_does_not_fit_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        find_blocks(build_skeleton({**config, "vocab_size": 50}) if "vocab_size" not in config else build_skeleton(config))
+        find_blocks(
+            build_skeleton({**config, "vocab_size": 50}) if "vocab_size" not in config else build_skeleton(config)
+        )
 
 
 def test_fused_experts_and_conv1d_are_refused_by_name() -> None:

@@ -1,0 +1,251 @@
+"""Bad input gets one clear message that names the thing and the remedy, the right exit code, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Run = Callable[..., Any]
+
+
+def refused(done: Any, code: int, *words: str, out: Path | None = None) -> None:
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("Error:") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+    if out is not None:
+        assert not out.exists()
+        assert not list(out.parent.glob(".*partial*"))
+
+
+def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--bits", "9"], 2, ["bits=9", "2, 3, 4, 5, 6, 7 or 8"]),
+        (["--group-size", "-5"], 2, ["group_size=-5", "'channel'"]),
+        (["--group-size", "many"], 2, ["--group-size many", "positive number"]),
+        (["--method", "awq"], 2, ["awq", "not landed yet", "gptq"]),
+        (["--method", "magic"], 2, ["magic", "no such method"]),
+        (["--format", "gguf"], 2, ["gguf", "not landed yet"]),
+        (["--kv-bits", "5"], 2, ["--kv-bits 5", "16"]),
+        (["--rule", "*=bits:8"], 2, ["--rule", "not landed yet"]),
+        (["--preset", "best"], 2, ["--preset", "not landed yet"]),
+        (["--resume"], 2, ["--resume", "not landed yet"]),
+        (["--colour", "red"], 2, ["--colour"]),
+        (["--device", "cuda"], 2, ["--device cuda", "not landed yet"]),
+        (["--damping", "7"], 2, ["--damping 7"]),
+        (["--samples", "0"], 2, ["--samples 0"]),
+        (["--calibration", "no-such-file.txt"], 1, ["no-such-file.txt"]),
+        (["--calibration", "SHORT"], 1, ["fewer than one window", "longer text"]),
+        (["--samples", "5000", "--seq-len", "32"], 1, ["5000", "Use a longer text"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value and value[0].startswith("--") else None,
+)
+def test_wrong_options(
+    arguments: list[str],
+    code: int,
+    words: list[str],
+    tiny_original: Path,
+    calibration_text: Path,
+    tmp_path: Path,
+    quantkit: Run,
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Short.")
+    base = [] if "--calibration" in arguments else ["--calibration", calibration_text]
+    out = tmp_path / "out"
+    given = [str(short) if a == "SHORT" else a for a in arguments]
+    refused(
+        quantkit("convert", tiny_original, "--out", out, "--group-size", "32", *base, *given), code, *words, out=out
+    )
+
+
+def test_sources_that_are_none(tmp_path: Path, quantkit: Run) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.bin").write_bytes(b"x")
+    (tmp_path / "notes.txt").write_text("x")
+    out = tmp_path / "out"
+    refused(quantkit("convert", tmp_path / "nowhere", "--out", out), 2, "nowhere", "no such folder", out=out)
+    refused(quantkit("convert", tmp_path / "empty", "--out", out), 1, "empty", "config.json", out=out)
+    refused(quantkit("convert", tmp_path / "file.bin", "--out", out), 1, "pickle", "safetensors", out=out)
+    refused(quantkit("convert", tmp_path / "notes.txt", "--out", out), 1, "not a model", out=out)
+
+
+def test_an_output_that_exists_is_not_touched(tiny_original: Path, tmp_path: Path, quantkit: Run) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious.txt").write_text("mine")
+    refused(quantkit("convert", tiny_original, "--out", out), 2, "exists already", "--overwrite")
+    refused(quantkit("convert", tiny_original, "--out", out, "--overwrite"), 2, "no model folder")
+    assert (out / "precious.txt").read_text() == "mine"
+    refused(quantkit("convert", tiny_original, "--out", tmp_path / "no" / "parent"), 2, "does not exist")
+
+
+def damage_truncate(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_lost_tensor(model: Path) -> None:
+    def change(t: dict[str, torch.Tensor]) -> None:
+        del t["model.layers.1.mlp.up_proj.weight"]
+
+    save(model, change)
+
+
+def damage_index(model: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    table = dict.fromkeys([*names, "model.layers.9.ghost.weight"], "model-00001-of-00001.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+
+
+def damage_shard(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}})
+    )
+
+
+def damage_nan(model: Path) -> None:
+    def change(t: dict[str, torch.Tensor]) -> None:
+        t["model.layers.2.self_attn.k_proj.weight"][0, 0] = float("nan")
+
+    save(model, change)
+
+
+def damage_tokenizer(model: Path) -> None:
+    for file in model.glob("*token*"):
+        file.unlink()
+
+
+def damage_architecture(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
+
+
+def damage_config(model: Path) -> None:
+    (model / "config.json").write_text("{ not json")
+
+
+def damage_pickle(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def damage_vocabulary(model: Path) -> None:
+    def change(t: dict[str, torch.Tensor]) -> None:
+        t["model.embed_tokens.weight"] = t["model.embed_tokens.weight"][:100].clone()
+
+    save(model, change)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+
+
+def damage_quantized(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "words"),
+    [
+        (damage_truncate, 1, ["model.safetensors", "not a whole safetensors file", "again"]),
+        (damage_lost_tensor, 1, ["model.layers.1.mlp.up_proj.weight", "incomplete"]),
+        (damage_index, 1, ["model.layers.9.ghost.weight", "again"]),
+        (damage_shard, 1, ["model-00002-of-00002.safetensors is missing"]),
+        (damage_nan, 1, ["model.layers.2.self_attn.k_proj.weight", "NaN"]),
+        (damage_tokenizer, 1, ["tokenizer"]),
+        (damage_architecture, 1, ["nonesuch", "transformers"]),
+        (damage_config, 1, ["config.json", "not valid JSON"]),
+        (damage_pickle, 1, ["pickle", "safetensors"]),
+        (damage_vocabulary, 1, ["tokenizer", "100 embeddings"]),
+        (damage_quantized, 2, ["already quantized (gptq)"]),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_damaged_models(
+    damage: Callable[[Path], None], code: int, words: list[str], tiny_model: Path, calibration_text: Path, tmp_path: Path,
+    quantkit: Run,
+) -> None:  # fmt: skip
+    damage(tiny_model)
+    out = tmp_path / "out"
+    options = ["--group-size", "32", "--samples", "2", "--seq-len", "32", "--calibration", calibration_text]
+    refused(quantkit("convert", tiny_model, "--out", out, *options), code, *words, out=out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_job_leaves_nothing_behind(
+    number: int, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """The signal arrives as soon as the first part is on disk: in the middle of the work."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "quantkit.cli.main", "convert", str(tiny_original), "--out", str(out)]
+    command += ["--group-size", "32", "--samples", "40", "--seq-len", "64", "--calibration", str(calibration_text)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob(".out.partial-*/parts")) and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    job.send_signal(number)
+    stdout, stderr = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert stdout == ""
+    assert "Interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_stops_cleanly(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+
+    import quantkit
+    from quantkit.errors import QuantkitError
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(QuantkitError, match=r"No space left.*Free some space"):
+        quantkit.convert(
+            tiny_original, out=tmp_path / "out", calibration=str(calibration_text), samples=2, seq_len=32, group_size=32
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_does_not_fit_the_disk_is_refused_before_work(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+    from collections import namedtuple
+
+    from quantkit.convert.options import ConvertOptions
+    from quantkit.convert.plan import make_plan
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1000))
+    options = ConvertOptions(
+        str(tiny_original), tmp_path / "out", calibration=str(calibration_text), samples=2, seq_len=32, group_size=32
+    )
+    assert any("disk" in problem for problem in make_plan(options).problems)
