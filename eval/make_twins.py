@@ -96,7 +96,8 @@ def load(config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> A
 @torch.no_grad()
 def probe(config: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Logits of 64 arbitrary tokens, in float32."""
-    return load(config, tensors, torch.float32)(torch.arange(100, 164)[None]).logits
+    logits: torch.Tensor = load(config, tensors, torch.float32)(torch.arange(100, 164)[None]).logits
+    return logits
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ architecture (below); an architecture or tensor that is not in the tables is ref
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -164,7 +165,7 @@ class GGUFSource:
     def raw(self, name: str) -> Tensor:
         """A stored tensor's float32 values by its GGUF name, as they are in the file."""
         stored = self.header.tensors[name]
-        rows = stored.nbytes and torch.Size(stored.shape).numel() // stored.shape[-1]
+        rows = torch.Size(stored.shape).numel() // stored.shape[-1]
         return torch.cat([values for _, values in self._chunks(stored, rows)]).reshape(stored.shape)
 
     def _entry(self, name: str) -> StoredTensor:
@@ -188,16 +189,24 @@ class GGUFSource:
         )
 
     def _check_kinds(self) -> None:
-        """Refuse, before any work, a packing that the gguf library cannot undo."""
-        quants = gguf_library().quants
-        known = {"F32", "F16", "BF16"} | {kind.name for kind in quants._type_traits}
-        for name, stored in self.header.tensors.items():
-            if stored.kind not in known:
+        """Refuse, before any work, a packing that the gguf library cannot undo, and one file of several."""
+        gguf = gguf_library()
+        if self.header.metadata.get("split.count", 1) > 1:
+            raise UnsupportedModel(
+                f"{self.path}: one of {self.header.metadata['split.count']} files of a split model. "
+                "Join them first with llama.cpp's llama-gguf-split --merge."
+            )
+        for kind in sorted({stored.kind for stored in self.header.tensors.values()} - {"F32", "F16", "BF16"}):
+            code = gguf.GGMLQuantizationType[kind]
+            try:
+                gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[code][1]), np.uint8), code)
+            except NotImplementedError:
+                name = next(n for n, stored in self.header.tensors.items() if stored.kind == kind)
                 raise UnsupportedModel(
-                    f"{self.path}: tensor {name!r} is packed as {stored.kind}, which the gguf library does not dequantize."
-                )
+                    f"{self.path}: tensor {name!r} is packed as {kind}, which the gguf library does not dequantize."
+                ) from None
 
-    def _chunks(self, stored: StoredTensor, rows: int) -> list[tuple[int, Tensor]] | Any:
+    def _chunks(self, stored: StoredTensor, rows: int) -> Iterator[tuple[int, Tensor]]:
         """(first row, float32 values [rows, width]) pieces. Read with plain reads: a mapping would hold its pages."""
         width = stored.shape[-1]
         step = max(1, CHUNK_VALUES // width)
@@ -345,7 +354,9 @@ def _llama3_scaling(source: GGUFSource, may: Any) -> dict[str, Any]:
     theta, dims = float(may("rope.freq_base", 10000.0)), 2 * stored.numel()
     frequency = theta ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
     original, low, high = 8192, 1.0, 4.0
-    factor = _decimal(stored.max().item())
+    factor = float(
+        f"{stored.max().item():.4g}"
+    )  # the lowest frequency's factor is the whole one, up to float32 rounding
     turns = original * frequency / (2 * torch.pi)  # how often each frequency turns within the original context
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
