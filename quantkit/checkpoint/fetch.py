@@ -19,7 +19,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -114,8 +114,9 @@ def _scratch() -> Iterator[Path]:
     root = cache_dir()
     root.mkdir(parents=True, exist_ok=True)
     for old in root.glob(".partial-*"):
-        if time.time() - old.stat().st_mtime > STALE_SECONDS:
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process may just have removed its own
+            if time.time() - old.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=".partial-", dir=root))
     try:
         yield scratch
@@ -233,11 +234,16 @@ def _check(what: str, found: str, expected: str) -> None:
 
 def _publish(built: Path, folder: Path) -> None:
     """Give a verified folder its final name. Another process may have been first: its folder is as good."""
-    try:
-        built.rename(folder)
-    except OSError:
+    for attempt in range(10):
         if _is_whole(folder, catalogue()[folder.name]):
             return
-        old = built.with_name(f"{folder.name}.old")  # damaged or of an older version: set aside, swept with the scratch
-        folder.rename(old)
-        built.rename(folder)
+        with suppress(FileNotFoundError):  # damaged, or of an older version: set aside, removed with the scratch folder
+            folder.rename(built.with_name(f"{folder.name}.old{attempt}"))
+        try:
+            built.rename(folder)
+        except OSError as error:  # a third process put its folder there in between; look at that one
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+    raise QuantkitError(f"{folder}: other processes keep replacing it. Stop them and try again.")
