@@ -79,7 +79,8 @@ class Runner:
         is_original = model == twin
         try:
             baseline = None if is_original else self.baseline(row["model"], twin)
-            evaluation = evaluate(str(model), baseline=baseline, progress=show, **self.evaluation)
+            options = {**self.evaluation, **row.get("evaluate", {})}
+            evaluation = evaluate(str(model), baseline=baseline, progress=show, **options)
         except QuantkitError as error:
             raise SystemExit(f"{row['id']}: {error}") from error
         figures = evaluation.to_json()
@@ -105,6 +106,9 @@ class Runner:
     def quantize(self, row: dict[str, Any], twin: Path) -> tuple[Path, dict[str, Any] | None, str | None]:
         """The row's model, what its maker reported, and the command that makes it."""
         out = self.work / "models" / row["id"]
+        if "of" in row:  # another row's model, evaluated in another way
+            made_before = json.loads((self.results / f"{row['of']}.json").read_text(encoding="utf-8"))
+            return self.work / "models" / row["of"], made_before["quantization"], made_before["command"]
         if "convert" in row:
             command = ["-m", "quantkit.cli.main", "convert", "TWIN", "--out", "OUT", *row["convert"], "--json"]
         elif "peer" in row:

@@ -108,7 +108,6 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     for name in NOT_LANDED:
         given.pop(name, None)
     started = time.perf_counter()
-    _quiet()
     plan = make_plan(ConvertOptions(source=source, out=out, format=format_, **given))
     if dry_run:
         from quantkit.convert.describe import describe, plan_json
@@ -123,14 +122,6 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     with _bar() as listen:
         report = run(plan, listen, started)
     print_json(report.to_json()) if as_json else click.echo(report.table())
-
-
-def _quiet() -> None:
-    """Other libraries' progress bars and advice do not belong into this command's output."""
-    import transformers.utils.logging as hf_logging
-
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
 
 
 class _bar:  # noqa: N801  (reads as a statement)

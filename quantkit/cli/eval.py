@@ -45,20 +45,11 @@ def command(model: str, as_json: bool, html: str | None, **given: Any) -> None:
     """
     if html is not None:
         raise RequestError("--html has not landed yet. Use --json and make the page from it.")
-    _quiet()
     from quantkit.evaluate.report import evaluate
 
     with _bar() as progress:
         evaluation = evaluate(model, progress=progress, **given)
     print_json(evaluation.to_json()) if as_json else click.echo(evaluation.table(color=sys.stdout.isatty()))
-
-
-def _quiet() -> None:
-    """Other libraries' progress bars and advice do not belong into this command's output."""
-    import transformers.utils.logging as hf_logging
-
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
 
 
 @contextmanager

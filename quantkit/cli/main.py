@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import signal
 import sys
 from types import FrameType
@@ -55,6 +56,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: quantkit's own errors become one message and an exit code, without a traceback."""
+    # Other libraries' progress bars and advice do not belong into this program's output; they read this when imported.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     signal.signal(signal.SIGTERM, _interrupt)  # a polite kill cleans up like Ctrl-C
     try:
         cli(standalone_mode=False)

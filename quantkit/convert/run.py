@@ -288,8 +288,7 @@ class _Conversion:
 
     def _manifest(self) -> dict[str, Any]:
         """What made these bytes. No times and no paths: the same job gives the same manifest."""
-        import numpy
-        import transformers
+        from importlib.metadata import version
 
         plan = self.plan
         calibration = None
@@ -303,8 +302,8 @@ class _Conversion:
             "calibration": calibration,
             "versions": {
                 "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "numpy": numpy.__version__,
+                "transformers": version("transformers"),
+                "numpy": version("numpy"),
             },
             "threads": torch.get_num_threads(),
             "layers": [layer.to_json() for layer in self.report.layers],
