@@ -108,10 +108,9 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 def probabilities(logits: Tensor, options: GenerationOptions) -> Tensor:
     """What is drawn from, float32 ``[..., vocab]``; needs ``temperature > 0``. The penalty is applied before."""
-    scaled = logits.float() / options.temperature
-    # A tiny temperature can overflow to inf - inf; shifted first, the largest logit is 0 and the others fall to -inf.
-    if not bool(torch.isfinite(scaled).all()):
-        scaled = (logits.float() - logits.float().amax(-1, keepdim=True)) / options.temperature
+    # Shifted first and divided in float64: a tiny temperature would otherwise give inf - inf.
+    shifted = logits.double() - logits.double().amax(-1, keepdim=True)
+    scaled = (shifted / options.temperature).float()
     kept = keep_min_p(keep_top_p(keep_top_k(scaled, options.top_k), options.top_p), options.min_p)
     return kept.softmax(-1)
 

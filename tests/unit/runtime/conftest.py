@@ -46,7 +46,9 @@ def tiny_module(config: dict[str, Any], seed: int = 0) -> Any:
 
     data = dict(config)
     torch.manual_seed(seed)
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(data.pop("model_type"), **data), attn_implementation="sdpa")
+    module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(data.pop("model_type"), **data), attn_implementation="sdpa"
+    )
     for parameter in module.parameters():
         if parameter.dim() > 1:  # the usual initialisation (0.02) gives logits that are nearly equal
             torch.nn.init.normal_(parameter, std=0.15)

@@ -1,0 +1,94 @@
+"""``quantkit generate MODEL --prompt TEXT``"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import click
+
+from quantkit.cli.main import print_json
+from quantkit.errors import RequestError
+
+
+@click.command()
+@click.argument("model")
+@click.option("--prompt", required=True, help="Text to continue; '-' reads it from standard input.")
+@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0: all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the smallest set of this probability.")
+@click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the best.")
+@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat less.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Same seed and prompt: same text.")
+@click.option("--stop", multiple=True, help="String that ends the text (repeatable); not printed.")
+@click.option(
+    "--kv-bits", type=int, help="16, or what the checkpoint was calibrated for. Default: what it was calibrated for."
+)
+@click.option("--stream/--no-stream", default=True, show_default=True, help="Print text as it comes.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def command(
+    model: str, prompt: str, kv_bits: int | None, stream: bool, device: str, dtype: str, as_json: bool, **options: Any
+) -> None:
+    """Generate text with MODEL: a folder, a .gguf file, or a name that `quantkit fetch` knows. Timings go to stderr."""
+    from quantkit.runtime.load import load
+    from quantkit.runtime.sampling import GenerationOptions
+
+    wanted = GenerationOptions(**options)  # a wrong option is told before the model is loaded
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise RequestError("--prompt: the prompt is empty. Give some text.")
+    start = time.perf_counter()
+    loaded = load(model, device=device, dtype=dtype, kv_bits=kv_bits)
+    load_seconds = time.perf_counter() - start
+    if stream and not as_json:
+        result = _print_stream(loaded.stream(prompt, wanted))
+    else:
+        result = loaded.generate(prompt, wanted)
+        if not as_json:
+            click.echo(result.text)
+    latencies = sorted(result.inter_token_latencies)
+    median = latencies[len(latencies) // 2] if latencies else 0.0
+    if as_json:
+        print_json(
+            {
+                "text": result.text,
+                "tokens": result.tokens,
+                "finish_reason": result.finish_reason,
+                "prompt_tokens": result.prompt_tokens,
+                "load_seconds": load_seconds,
+                "time_to_first_token": result.time_to_first_token,
+                "inter_token_latency_median": median,
+                "inter_token_latencies": result.inter_token_latencies,
+                "tokens_per_second": result.tokens_per_second,
+                "kv_bits": loaded.kv_bits,
+                "kv_cache_bytes": result.kv_cache_bytes,
+                "memory": loaded.memory(),
+                "device": str(loaded.device),
+                "dtype": str(loaded.dtype).removeprefix("torch."),
+            }
+        )
+        return
+    click.echo(
+        f"loaded in {load_seconds:.1f} s; {result.prompt_tokens} prompt tokens, first token after "
+        f"{result.time_to_first_token * 1e3:.0f} ms; {len(result.tokens)} tokens, {median * 1e3:.1f} ms each (median), "
+        f"{result.tokens_per_second:.1f} tokens/s; KV cache {loaded.kv_bits} bit, {result.kv_cache_bytes / 1e6:.2f} MB; "
+        f"ended by {result.finish_reason}",
+        err=True,
+    )
+
+
+def _print_stream(pieces: Any) -> Any:
+    """Print pieces as they come; the generator's return value is the finished answer."""
+    while True:
+        try:
+            click.echo(next(pieces), nl=False)
+        except StopIteration as end:
+            click.echo()
+            return end.value
+        sys.stdout.flush()
