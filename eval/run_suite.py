@@ -47,7 +47,7 @@ def main() -> None:
     rows = [row for row in suite["row"] if fnmatch.fnmatch(row["id"], args.only)]
     if not rows:
         raise SystemExit(f"no row of {args.suite} matches {args.only!r}")
-    runner = Runner(suite["evaluation"], args.work, args.results)
+    runner = Runner(suite, args.work, args.results)
     if not args.list:
         for row in sorted(rows, key=lambda row: row["model"]):  # one original in memory at a time
             if args.again or runner.result(row) is None:
@@ -59,8 +59,9 @@ def main() -> None:
 class Runner:
     """Runs rows, with the hidden states of the last original kept."""
 
-    def __init__(self, evaluation: dict[str, Any], work: Path, results: Path) -> None:
-        self.evaluation, self.work, self.results = evaluation, work, results
+    def __init__(self, suite: dict[str, Any], work: Path, results: Path) -> None:
+        self.evaluation, self.work, self.results = suite["evaluation"], work, results
+        self.rows = {row["id"]: row for row in suite["row"]}
         self._baseline: tuple[str, Baseline] | None = None
 
     def result(self, row: dict[str, Any]) -> dict[str, Any] | None:
@@ -107,8 +108,7 @@ class Runner:
         """The row's model, what its maker reported, and the command that makes it."""
         out = self.work / "models" / row["id"]
         if "of" in row:  # another row's model, evaluated in another way
-            made_before = json.loads((self.results / f"{row['of']}.json").read_text(encoding="utf-8"))
-            return self.work / "models" / row["of"], made_before["quantization"], made_before["command"]
+            return self.model_of(self.rows[row["of"]])
         if "convert" in row:
             command = ["-m", "quantkit.cli.main", "convert", "TWIN", "--out", "OUT", *row["convert"], "--json"]
         elif "peer" in row:
@@ -123,6 +123,15 @@ class Runner:
         if "layers" in made:
             made["layers"] = len(made["layers"])  # the per-layer report stays in the checkpoint
         return out, made, shlex.join(["python", *command])
+
+    def model_of(self, row: dict[str, Any]) -> tuple[Path, dict[str, Any] | None, str | None]:
+        """A row's model; the row is run first if it has no result or its model is gone."""
+        out = self.work / "models" / row["id"]
+        if self.result(row) is None or not out.exists():
+            self.run(row)
+        made = self.result(row)
+        assert made is not None  # run() has just written it
+        return out, made["quantization"], made["command"]
 
     def baseline(self, model: str, twin: Path) -> Baseline:
         """Hidden states of the original, made once for all rows of a model."""

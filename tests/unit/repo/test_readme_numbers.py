@@ -1,0 +1,81 @@
+"""Every figure the README shows stands in eval/results/, which commands made."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SCALES = (1, 100, Decimal("1e-6"), Decimal("1e-9"))  # as it is, in per cent, bytes in MB, bytes in GB
+
+
+def results_table() -> Any:
+    spec = importlib.util.spec_from_file_location("results_table", ROOT / "eval" / "results_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def figures(value: Any) -> list[Decimal]:
+    """All numbers in a JSON value."""
+    if isinstance(value, dict):
+        return [n for item in value.values() for n in figures(item)]
+    if isinstance(value, list):
+        return [n for item in value for n in figures(item)]
+    return [Decimal(repr(value))] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+def measured() -> list[Decimal]:
+    return [
+        n for path in sorted((ROOT / "eval" / "results").glob("*.json")) for n in figures(json.loads(path.read_text()))
+    ]
+
+
+def is_rounding_of(shown: str, numbers: list[Decimal]) -> bool:
+    """Whether a printed number is one of these (or its scaled value), rounded to the printed places."""
+    places = len(shown.partition(".")[2])
+    half, value = Decimal(1).scaleb(-places) / 2, Decimal(shown)
+    return any(abs(number * scale - value) <= half for number in numbers for scale in SCALES)
+
+
+@pytest.fixture(scope="module")
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_table_is_what_the_results_say(readme):
+    table = results_table()
+    assert table.block_of(readme) == table.render(table.load_results()), "run `python eval/results_table.py`"
+
+
+def test_every_number_of_the_table_rounds_a_figure_in_the_results(readme):
+    rows = [line for line in results_table().block_of(readme).splitlines() if line.startswith("|")][2:]
+    assert rows, "the results table is empty"
+    numbers = measured()
+    for line in rows:
+        cells = line.strip("|").split("|")
+        for shown in re.findall(r"\d+(?:\.\d+)?", " ".join(cells[2:])):  # after the names of model and method
+            assert is_rounding_of(shown, [*numbers, Decimal(16)]), f"{shown} in {line!r} is not in eval/results/"
+
+
+def test_figures_elsewhere_in_the_readme_are_in_the_results_too(readme):
+    """Numbers with three or more places are measurements wherever they stand (perplexity 28.012, KL 0.250)."""
+    numbers = measured()
+    lost = [
+        shown for shown in re.findall(r"(?<![\d.])\d+\.\d{3,}(?![\d.])", readme) if not is_rounding_of(shown, numbers)
+    ]
+    assert not lost, f"not in eval/results/: {lost}"
+
+
+def test_a_number_that_was_not_measured_is_found():
+    assert is_rounding_of("27.75", [Decimal("27.7513")])
+    assert is_rounding_of("96.2", [Decimal("0.96213")])
+    assert not is_rounding_of("27.76", [Decimal("27.7513")])
