@@ -93,7 +93,7 @@ def test_stepping_blocks_equals_native_forward(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_linears_that_read_one_tensor_are_found_by_running(kind: str) -> None:
-    model, config = build(kind)
+    model, _ = build(kind)
     blocks = find_blocks(model)
     recording = record(model, blocks, torch.tensor([[3, 4, 5]]))
     groups = input_groups(blocks.modules[0], recording.hidden, recording.calls[0])
