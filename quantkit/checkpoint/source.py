@@ -26,6 +26,11 @@ DTYPES = {
 }  # fmt: skip
 
 
+# How weight files may be called. The native format has a name of its own, so that plain transformers, which only warns about
+# a quant_method it does not know, finds no weights and stops, instead of running random ones.
+STEMS = ("model", "quantkit")
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What a stored tensor looks like, known without reading it."""
@@ -188,20 +193,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _tensor_files(path: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index or from the single file's header."""
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict) or not files:
-            raise SourceError(f"{index}: has no weight_map. Download it again.")
-        for file in sorted(set(files.values())):
-            if not (path / file).exists():
-                lost = [name for name, where in files.items() if where == file]
-                raise SourceError(
-                    f"{path}: shard {file} is missing ({len(lost)} tensors, first {lost[0]!r}). Download it again."
-                )
-        return dict(files)
-    if (path / "model.safetensors").exists():
-        return dict.fromkeys(_header(path / "model.safetensors"), "model.safetensors")
+    for stem in STEMS:
+        index, single = path / f"{stem}.safetensors.index.json", path / f"{stem}.safetensors"
+        if index.exists():
+            return _indexed(path, index)
+        if single.exists():
+            return dict.fromkeys(_header(single), single.name)
     pickles = [p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
     if pickles:
         raise SourceError(
@@ -211,6 +208,19 @@ def _tensor_files(path: Path) -> dict[str, str]:
     shards = sorted(p.name for p in path.glob("*.safetensors"))
     hint = f"found {shards[0]} but no model.safetensors.index.json" if shards else "no *.safetensors file"
     raise SourceError(f"{path}: no weights ({hint}). Download the model again.")
+
+
+def _indexed(path: Path, index: Path) -> dict[str, str]:
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise SourceError(f"{index}: has no weight_map. Download it again.")
+    for file in sorted(set(files.values())):
+        if not (path / file).exists():
+            lost = [name for name, where in files.items() if where == file]
+            raise SourceError(
+                f"{path}: shard {file} is missing ({len(lost)} tensors, first {lost[0]!r}). Download it again."
+            )
+    return dict(files)
 
 
 def _header(file: Path) -> dict[str, TensorInfo]:

@@ -47,9 +47,12 @@ class CheckpointWriter:
     QuantkitError when the disk is full.
     """
 
-    def __init__(self, out: Path, *, overwrite: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self, out: Path, *, overwrite: bool = False, stem: str = "model", shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        """stem: what the weight files are called, one of ``source.STEMS``."""
         check_output(out, overwrite)
-        self.out, self.overwrite, self.shard_bytes = out, overwrite, shard_bytes
+        self.out, self.overwrite, self.stem, self.shard_bytes = out, overwrite, stem, shard_bytes
         self.entries: dict[str, Entry] = {}
         self.folder = out.parent / f".{out.name}.partial-{os.getpid()}"
         self._parts = self.folder / "parts"
@@ -76,12 +79,13 @@ class CheckpointWriter:
             weight_map: dict[str, str] = {}
             for i, names in enumerate(shards, 1):
                 one = len(shards) == 1
-                file = "model.safetensors" if one else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+                suffix = "" if one else f"-{i:05d}-of-{len(shards):05d}"
+                file = f"{self.stem}{suffix}.safetensors"
                 self._assemble(self.folder / file, names)
                 weight_map.update(dict.fromkeys(names, file))
             total = sum(entry.nbytes for entry in self.entries.values())
             write_json(
-                self.folder / "model.safetensors.index.json",
+                self.folder / f"{self.stem}.safetensors.index.json",
                 {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
             )
             shutil.rmtree(self._parts)

@@ -72,7 +72,7 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     """Execute a plan. Raises QuantkitError if it has problems."""
     plan.raise_problems()
     started = time.perf_counter() if started is None else started
-    writer = CheckpointWriter(plan.options.out, overwrite=plan.options.overwrite)
+    writer = CheckpointWriter(plan.options.out, overwrite=plan.options.overwrite, stem=plan.format.stem)
     try:
         report = _Conversion(plan, writer, listen).run()
         writer.commit()

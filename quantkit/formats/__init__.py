@@ -29,6 +29,7 @@ class Format(Protocol):
 
     name: str
     summary: str
+    stem: str  # what the weight files are called, see checkpoint.source.STEMS
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:

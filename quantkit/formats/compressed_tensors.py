@@ -32,6 +32,7 @@ ZERO = "weight_zero_point"
 class CompressedTensors:
     name = "compressed-tensors"
     summary = "pack-quantized int4/int8 for vLLM, SGLang, transformers, lmdeploy"
+    stem = "model"
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:

@@ -36,7 +36,9 @@ def write_kv_scales(folder: Path, scales: KVScales) -> Path:
     }
     meta = {"version": _VERSION, "bits": scales.scheme.bits, "group_size": scales.scheme.group_size, "layers": layers}
     tensors = {
-        f"{name}.{part}": getattr(layer, part).contiguous() for name, layer in scales.layers.items() for part in SCALE_NAMES
+        f"{name}.{part}": getattr(layer, part).contiguous()
+        for name, layer in scales.layers.items()
+        for part in SCALE_NAMES
     }
     path = folder / FILE_NAME
     save_file(tensors, path, metadata={_KEY: json.dumps(meta, sort_keys=True)})
@@ -54,7 +56,9 @@ def read_kv_scales(folder: Path) -> KVScales | None:
     meta, tensors = _read(path)
     try:
         scheme = KVScheme(int(meta["bits"]), int(meta["group_size"]))
-        claimed = {str(name): (int(entry["head_dim"]), int(entry["group_size"])) for name, entry in meta["layers"].items()}
+        claimed = {
+            str(name): (int(entry["head_dim"]), int(entry["group_size"])) for name, entry in meta["layers"].items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
         raise CheckpointError(f"{path}: metadata is damaged ({error!r}). Convert again with --kv-bits.") from error
     layers = {name: _layer(path, name, *entry, tensors) for name, entry in claimed.items()}
@@ -71,10 +75,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             meta = json.loads((file.metadata() or {}).get(_KEY, "{}"))
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path}: not a whole file of KV scales ({error}). Convert again with --kv-bits.") from error
+        raise CheckpointError(
+            f"{path}: not a whole file of KV scales ({error}). Convert again with --kv-bits."
+        ) from error
     if not isinstance(meta, dict) or meta.get("version") != _VERSION:
         found = meta.get("version") if isinstance(meta, dict) else meta
-        raise CheckpointError(f"{path}: version {found!r}, this quantkit reads version {_VERSION}. Convert again with --kv-bits.")
+        raise CheckpointError(
+            f"{path}: version {found!r}, this quantkit reads version {_VERSION}. Convert again with --kv-bits."
+        )
     return meta, tensors
 
 
@@ -82,12 +90,16 @@ def _layer(path: Path, name: str, head_dim: int, group_size: int, tensors: dict[
     parts = {}
     for part in SCALE_NAMES:
         if f"{name}.{part}" not in tensors:
-            raise CheckpointError(f"{path}: lacks '{name}.{part}'. The KV cache cannot be used; convert again with --kv-bits.")
+            raise CheckpointError(
+                f"{path}: lacks '{name}.{part}'. The KV cache cannot be used; convert again with --kv-bits."
+            )
         parts[part] = tensors.pop(f"{name}.{part}")
     try:
         layer = LayerScales(**parts, head_dim=head_dim)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {name}: {error}") from error
     if layer.k_scale.shape[1] * group_size != head_dim:
-        raise CheckpointError(f"{path}: {name}: {layer.k_scale.shape[1]} groups of {group_size} are not head_dim {head_dim}.")
+        raise CheckpointError(
+            f"{path}: {name}: {layer.k_scale.shape[1]} groups of {group_size} are not head_dim {head_dim}."
+        )
     return layer

@@ -111,6 +111,17 @@ def test_transformers_loads_it_with_its_compressed_tensors_library(
     assert tokenizer.decode(tokenizer("The old fox", add_special_tokens=False)["input_ids"]) == "The old fox"
 
 
+def test_plain_transformers_refuses_native_instead_of_running_random_weights(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    convert(tiny_original, tmp_path / "out", calibration_text, format="native", method="rtn")
+    with pytest.raises(OSError, match="safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert quantkit.load(tmp_path / "out").generate("The old", max_tokens=2).tokens
+
+
 def test_the_same_job_gives_the_same_bytes(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         convert(tiny_original, tmp_path / name, calibration_text, kv_bits=4)
