@@ -80,10 +80,10 @@ class Evaluation:
 
         grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
         grid.add_column(style="bold" if color else "", no_wrap=True)
-        grid.add_column()
+        grid.add_column(no_wrap=True)
         for name, value in self._rows():
             grid.add_row(name, value)
-        console = Console(file=io.StringIO(), force_terminal=color, width=110, highlight=False)
+        console = Console(file=io.StringIO(), force_terminal=color, width=1000, highlight=False)  # the terminal wraps
         console.print(grid)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return "\n".join(line.rstrip() for line in text.splitlines())

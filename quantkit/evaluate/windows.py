@@ -55,8 +55,10 @@ class Windows:
         return self.ids[window, self.first + 1 :]
 
     def digest(self) -> str:
-        """sha256 of the ids (little-endian int32, row by row): two runs that share it saw the same tokens."""
-        return hashlib.sha256(self.ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
+        """sha256 of shape and ids (little-endian int32, row by row): two runs that share it saw the same windows."""
+        digest = hashlib.sha256(f"{self.count}x{self.seq_len}".encode())
+        digest.update(self.ids.to(torch.int32).numpy().astype("<i4").tobytes())
+        return digest.hexdigest()
 
 
 def make_windows(

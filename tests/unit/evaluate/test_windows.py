@@ -77,4 +77,5 @@ def test_the_digest_tells_windows_apart():
     one, same = make_windows(range(64), protocol="gptq", seq_len=8), make_windows(range(64), protocol="gptq", seq_len=8)
     assert one.digest() == same.digest()
     assert one.digest() != make_windows(range(1, 65), protocol="gptq", seq_len=8).digest()
+    assert one.digest() != make_windows(range(64), protocol="gptq", seq_len=16).digest()
     assert one.ids.dtype == torch.int64
