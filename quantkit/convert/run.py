@@ -33,6 +33,7 @@ from quantkit.errors import NumericsError, UnsupportedModel
 from quantkit.formats.kv_scales import write_kv_scales
 from quantkit.model.skeleton import block_linears
 from quantkit.model.stepper import Call, input_groups, record, same_call
+from quantkit.runtime.attention import attention_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,7 @@ class _Conversion:
         observer = KVObserver() if self.plan.options.kv_bits < 16 else None
         hessians = observe(block, states, call, groups, observer)
         if observer is not None:
-            name = _attention_name(self.plan.blocks.name(index), block)
-            self.kv[name] = observer.result(self.kv_scheme)
+            self.kv[attention_modules(self.plan.model)[index]] = observer.result(self.kv_scheme)
         return hessians
 
     def _quantize_block(
@@ -313,10 +313,3 @@ class _Conversion:
 def _batch_size(windows: int, wanted: int) -> int:
     """The largest batch up to ``wanted`` that divides the windows: every batch then has the arguments of the first."""
     return next(size for size in range(min(wanted, windows), 0, -1) if windows % size == 0)
-
-
-def _attention_name(prefix: str, block: nn.Module) -> str:
-    found = [name for name, module in block.named_modules() if hasattr(module, "layer_idx") and name]
-    if not found:
-        raise UnsupportedModel(f"{prefix}: no attention module with a layer index; its KV cache cannot be calibrated.")
-    return f"{prefix}.{found[0]}"
