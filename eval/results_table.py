@@ -48,10 +48,12 @@ def cells(row: dict[str, Any], figures: dict[str, Any]) -> list[str]:
 
 
 def render(results: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """The table in Markdown, and one line on where it was measured. Models together, best KL last within each."""
+    """The table in Markdown, and one line on where it was measured. Models together, the original first, then by KL."""
     lines = [" | ".join(HEAD), " | ".join(["---", "---", *["--:"] * 5])]
     order = {row["model"]: i for i, (row, _) in reversed(list(enumerate(results)))}
-    for row, result in sorted(results, key=lambda pair: order[pair[0]["model"]]):
+    for row, result in sorted(
+        results, key=lambda pair: (order[pair[0]["model"]], pair[1]["evaluation"]["kl_mean"] or 0)
+    ):
         lines.append(" | ".join(cells(row, result["evaluation"])))
     table = "\n".join(f"| {line} |" for line in lines)
     machines = sorted(
@@ -76,11 +78,11 @@ def main() -> None:
     args = parser.parse_args()
     path = ROOT / "README.md"
     readme, table = path.read_text(encoding="utf-8"), render(load_results())
+    current = block_of(readme)
     if args.check:
-        raise SystemExit(0 if block_of(readme) == table else "README.md: run `python eval/results_table.py`")
-    old = f"{START}{readme.split(START, 1)[1].split(END, 1)[0]}{END}"
-    block_of(readme)
-    path.write_text(readme.replace(old, f"{START}\n{table}{END}"), encoding="utf-8")
+        raise SystemExit(0 if current == table else "README.md: run `python eval/results_table.py`")
+    before, after = readme.split(START, 1)[0], readme.split(END, 1)[1]
+    path.write_text(f"{before}{START}\n{table}{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
