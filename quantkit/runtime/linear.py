@@ -33,10 +33,8 @@ CROSSOVER: dict[str, tuple[str, int]] = {
 }
 
 
-def pack(
-    q: QuantTensor | BlockTensor, *, device: torch.device, dtype: torch.dtype, kernel: str | None = None
-) -> PackedWeight:
-    """Choose the layout for a device and run-time dtype, and pack.
+def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | None = None) -> PackedWeight:
+    """Choose the layout for a device, and pack.
 
     kernel: None, or a name from ``KERNELS`` that is to be used for every number of tokens. Raises RequestError if that
     kernel cannot take this weight.
@@ -50,15 +48,15 @@ def pack(
             )
         return BlockWeight(q).to(device)
     can4 = device.type == "cpu" and int4_fits(q.scheme, *q.shape)
-    can8 = device.type == "cpu" and int8_fits(q.scheme, q.shape[1])
+    can8 = device.type == "cpu" and int8_fits(q.scheme, *q.shape)
     if (kernel == "int4" and not can4) or (kernel == "int8" and not can8):
         raise RequestError(
             f"kernel={kernel!r} cannot take {q.scheme.describe()} over {list(q.shape)} on {device}. Leave the kernel to quantkit."
         )
     if can4 and kernel in (None, "int4"):
-        return Int4Weight(q, dtype)
+        return Int4Weight(q)
     if can8 and kernel in (None, "int8"):
-        return Int8Weight(q, dtype)
+        return Int8Weight(q)
     return WordsWeight(q).to(device)
 
 

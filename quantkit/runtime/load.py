@@ -127,7 +127,7 @@ def fill(
         for stored, name in places.items():
             linear: Any = module.get_submodule(name)
             value = read_module(source, reader, stored, (linear.out_features, linear.in_features))
-            packed = pack(value, device=device, dtype=dtype, kernel=kernel)
+            packed = pack(value, device=device, kernel=kernel)
             _replace(module, name, QuantLinear(packed, linear.bias, kernel))
     _load_dense(module, weights, {f"{name}.weight" for name in places.values()}, device)
     for name, buffer in list(module.named_buffers()):

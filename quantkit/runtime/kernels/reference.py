@@ -135,7 +135,8 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     needed = torch.Size(shape).numel()
     buffer: Tensor | None = getattr(_buffers, str(dtype), None)
     if buffer is None or buffer.numel() < needed:
-        buffer = torch.empty(max(needed, SCRATCH_ELEMENTS), dtype=dtype)
+        with torch.inference_mode(False):  # a tensor made inside that mode could not be written outside it later
+            buffer = torch.empty(max(needed, SCRATCH_ELEMENTS), dtype=dtype)
         setattr(_buffers, str(dtype), buffer)
     return buffer[:needed].view(shape)
 

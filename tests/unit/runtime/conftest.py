@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +40,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str, **changes: Any) -> dict[str, Any]:
-    return {"model_type": kind, **BASE, **EXTRA[kind], **changes}
+    return copy.deepcopy({"model_type": kind, **BASE, **EXTRA[kind], **changes})
 
 
 def tiny_module(config: dict[str, Any], seed: int = 0) -> Any:
@@ -70,6 +72,12 @@ def byte_tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """The makers of this file: ``tiny.config("llama")``, ``tiny.module(config)``, ``tiny.kv_scales(module, bits, ids)``."""
+    return SimpleNamespace(config=tiny_config, module=tiny_module, kv_scales=kv_scales)
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

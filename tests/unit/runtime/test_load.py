@@ -1,0 +1,191 @@
+"""Loading: every parameter accounted for, packed stays packed, options refused by name; KV scales really read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError, QuantkitError, RequestError, SourceError
+from quantkit.formats.kv_scales import FILE_NAME, read_kv_scales, write_kv_scales
+from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.load import choose_dtype, load
+
+Folder = Callable[..., Path]
+VOCAB = 288
+IDS = torch.randint(0, VOCAB, (2, 100), generator=torch.Generator().manual_seed(0))
+KINDS = ["llama", "gemma3_text", "opt", "qwen2", "phi3"]
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None], file: str = "model.safetensors") -> None:
+    """Change the tensors of a file, its metadata kept."""
+    from safetensors import safe_open
+
+    with safe_open(folder / file, framework="pt") as handle:
+        meta = handle.metadata()
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, metadata=meta)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_float_model_gives_the_logits_of_transformers(float_folder: Folder, kind: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = float_folder(kind)
+    model = load(folder, device="cpu", dtype="float32")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(IDS), theirs(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
+    assert model.generate("Hello", max_tokens=5, ignore_eos=True).finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format_name", ["native", "compressed-tensors"])
+@pytest.mark.parametrize("scheme", [Scheme(4, 32, False), Scheme(8, None)], ids=Scheme.describe)
+def test_a_packed_model_runs_as_its_dequantized_twin(
+    packed_folder: Folder, kind: str, format_name: str, scheme: Scheme
+) -> None:
+    folder = packed_folder(kind, scheme, format_name)
+    packed = load(folder, device="cpu", dtype="float32")
+    dense = load(folder, device="cpu", dtype="float32", dequantize=True)
+    layers = [m for m in packed.module.modules() if isinstance(m, QuantLinear)]
+    assert len(layers) == sum(
+        1
+        for name, m in dense.module.named_modules()
+        if isinstance(m, torch.nn.Linear) and "layers." in name and name.endswith("proj")
+    )
+    assert not any(isinstance(m, QuantLinear) for m in dense.module.modules())
+    torch.testing.assert_close(packed(IDS), dense(IDS), rtol=1e-3, atol=1e-3)
+    reference = load(folder, device="cpu", dtype="float32", kernel="reference")
+    torch.testing.assert_close(reference(IDS), dense(IDS), rtol=1e-3, atol=1e-3)
+    assert packed.memory()["dense"] + packed.memory()["quantized"] < dense.memory()["dense"]
+    elements = sum(m.in_features * m.out_features for m in layers)
+    assert packed.memory()["quantized"] * 8 / elements <= scheme.bits + 64 / 32
+
+
+def test_tied_embeddings_stay_one_tensor(packed_folder: Folder, float_folder: Folder) -> None:
+    for folder in (packed_folder("gemma3_text", Scheme(4, 32)), float_folder("llama", tie_word_embeddings=True)):
+        module = load(folder, device="cpu").module
+        assert module.lm_head.weight is module.model.embed_tokens.weight
+
+
+def test_nothing_is_left_random_or_on_meta(float_folder: Folder) -> None:
+    folder = float_folder("qwen2")
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
+    with pytest.raises(SourceError, match=r"layers\.1\.self_attn\.k_proj\.bias"):
+        load(folder, device="cpu")
+
+
+def test_a_quantized_tensor_that_is_missing_is_named(packed_folder: Folder) -> None:
+    folder = packed_folder("llama", Scheme(4, 32))
+    name = next(n for n in load_file(folder / "model.safetensors") if "layers.1.mlp.up_proj" in n and "scale" in n)
+    rewrite(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(QuantkitError, match=r"layers\.1\.mlp\.up_proj"):
+        load(folder, device="cpu")
+
+
+def test_weights_of_another_model_are_refused(packed_folder: Folder) -> None:
+    folder = packed_folder("llama", Scheme(8, None), intermediate_size=96)
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] = 128
+    (folder / "config.json").write_text(json.dumps(config))
+    for dequantize in (False, True):
+        with pytest.raises(CheckpointError, match=r"\[96, 64\].*\[128, 64\]"):
+            load(folder, device="cpu", dequantize=dequantize)
+
+
+def test_options_are_refused_by_name(float_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = float_folder("llama")
+    for bad in ({"device": "tpu"}, {"device": "meta"}, {"dtype": "int8"}, {"kernel": "warp"}, {"kv_bits": 3}):
+        with pytest.raises(RequestError, match=next(iter(bad))):
+            load(folder, **{"device": "cpu", **bad})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="no KV scales"):
+        load(folder, device="cpu", kv_bits=8)
+    with pytest.raises(RequestError, match="float16 on a CPU"):
+        choose_dtype("float16", torch.device("cpu"))
+    assert choose_dtype("float16", torch.device("cuda")) == torch.float16
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RequestError, match="no CUDA device"):
+        load(folder, device="cuda")
+
+
+def test_end_tokens_come_from_the_generation_config(float_folder: Folder) -> None:
+    folder = float_folder("llama")
+    assert load(folder, device="cpu").end_tokens == (257,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load(folder, device="cpu").end_tokens == (5, 6)
+
+
+@pytest.fixture
+def kv_folder(packed_folder: Folder, tiny: Any) -> Path:
+    """A packed model whose cache is calibrated for 8 bits."""
+    folder = packed_folder("llama", Scheme(8, None))
+    module = load(folder, device="cpu").module
+    with torch.inference_mode():
+        write_kv_scales(folder, tiny.kv_scales(module, 8, IDS))
+    return folder
+
+
+def test_kv_scales_survive_the_file(kv_folder: Path) -> None:
+    found = read_kv_scales(kv_folder)
+    assert found is not None
+    assert found.scheme.bits == 8
+    assert sorted(found.layers) == [f"model.layers.{i}.self_attn" for i in range(3)]
+    assert found.layers["model.layers.0.self_attn"].k_scale.shape == (2, 1)
+
+
+def test_stored_kv_scales_are_used_and_doubling_one_changes_the_logits(kv_folder: Path) -> None:
+    before = load(kv_folder, device="cpu")
+    assert before.kv_bits == 8
+    logits, plain = before(IDS), load(kv_folder, device="cpu", kv_bits=16)
+    assert plain.kv_bits == 16
+    assert not torch.equal(logits, plain(IDS))
+    torch.testing.assert_close(logits, plain(IDS), rtol=0.1, atol=0.3)
+
+    def double(tensors: dict[str, Any]) -> None:
+        tensors["model.layers.1.self_attn.v_scale"] *= 2
+
+    rewrite(kv_folder, double, FILE_NAME)
+    # codes are chosen with the doubled scale, so values only get coarser: the change is small, and far above noise
+    assert float((load(kv_folder, device="cpu")(IDS) - logits).abs().max()) > 0.01
+    with pytest.raises(RequestError, match="for 8 bits"):
+        load(kv_folder, device="cpu", kv_bits=4)
+
+
+@pytest.mark.parametrize("part", ["k_scale", "k_zero", "v_scale", "v_zero"])
+def test_a_missing_kv_scale_is_an_error_that_names_it(kv_folder: Path, part: str) -> None:
+    rewrite(kv_folder, lambda tensors: tensors.pop(f"model.layers.2.self_attn.{part}"), FILE_NAME)
+    with pytest.raises(CheckpointError, match=rf"model\.layers\.2\.self_attn\.{part}"):
+        load(kv_folder, device="cpu")
+
+
+def test_a_whole_layer_without_kv_scales_is_an_error(kv_folder: Path) -> None:
+    found = read_kv_scales(kv_folder)
+    assert found is not None
+    layers = {name: layer for name, layer in found.layers.items() if ".1." not in name}
+    write_kv_scales(kv_folder, type(found)(found.scheme, layers))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn"):
+        load(kv_folder, device="cpu")
+
+
+def test_damaged_kv_files_are_refused(kv_folder: Path) -> None:
+    path = kv_folder / FILE_NAME
+    tensors = load_file(path)
+    save_file(tensors, path)  # without its metadata
+    with pytest.raises(CheckpointError, match="version None"):
+        load(kv_folder, device="cpu")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match="not a whole file"):
+        load(kv_folder, device="cpu")
+
+
+def test_load_is_public() -> None:
+    assert quantkit.load is load
