@@ -69,6 +69,22 @@ def measure(name: str, shape: tuple[int, int], scheme: Scheme, seconds: float) -
     return rows
 
 
+def activation_dtypes(seconds: float) -> list[dict[str, object]]:
+    """Seconds of torch's packed matmuls for one token, by the dtype of the activations: why kernels/cpu.py gives them bf16."""
+    out_features, in_features = 2048, 5632
+    codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    signed = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
+    rows: list[dict[str, object]] = []
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x, scale = torch.randn(1, in_features).to(dtype), torch.rand(out_features).to(dtype)
+        both = torch.rand(in_features // 64, out_features, 2).to(dtype)
+        int4 = best_of(lambda x=x, b=both: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 64, b), seconds)
+        int8 = best_of(lambda x=x, s=scale: torch.ops.aten._weight_int8pack_mm(x, signed, s), seconds)
+        rows.append({"dtype": str(dtype).removeprefix("torch."), "int4_seconds": int4, "int8_seconds": int8})
+    return rows
+
+
 def crossovers(rows: list[dict[str, object]]) -> dict[str, int | None]:
     """(scheme, layer) -> the smallest number of tokens from which "dequantize" is always the faster."""
     found: dict[str, int | None] = {}
@@ -93,12 +109,14 @@ def main() -> None:
         for name, shape in SHAPES.items():
             for scheme in SCHEMES.values():
                 rows += measure(name, shape, scheme, options.seconds)
+        dtypes = activation_dtypes(options.seconds)
     result = {
         "command": f"python eval/kernels/cpu_linear.py --threads {options.threads} --seconds {options.seconds}",
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "threads": options.threads,
+        "activation_dtypes": dtypes,
         "crossover_tokens": crossovers(rows),
         "rows": rows,
     }

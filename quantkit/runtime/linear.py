@@ -24,10 +24,14 @@ KERNELS: dict[str, Kernel] = {
     "int8": linear_int8,
 }
 
-# layout -> (kernel for few tokens, number of tokens from which "dequantize" is faster).
+# layout -> (kernel for few tokens, number of tokens from which "dequantize" is faster). Measured on AVX2, one thread, torch
+# 2.13: eval/results/cpu_linear.json, from eval/kernels/cpu_linear.py.
 CROSSOVER: dict[str, tuple[str, int]] = {
-    "int4": ("int4", 16),
-    "int8": ("int8", 16),
+    # 64 at 576 x 576 and 1536 x 576, between 64 and 128 at 2048 x 5632; one token: 7 to 17 times faster than dequantizing
+    "int4": ("int4", 64),
+    # per channel 16 to 24 at SmolLM2's widths, groups of 128 24 to 48, later at 2048 x 5632; never 1.5 x off in between
+    "int8": ("int8", 32),
+    # no fused kernel takes these layouts (yet): 2048 x 5632 costs 15 to 30 ms a call, whatever the number of tokens
     "words": ("dequantize", 0),
     "blocks": ("dequantize", 0),
 }

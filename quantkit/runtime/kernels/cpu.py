@@ -1,9 +1,10 @@
 """CPU kernels on torch's packed integer matmuls: few tokens, where reading the weights is what costs.
 
 int4: ``aten::_weight_int4pack_mm_for_cpu``. int8: ``aten::_weight_int8pack_mm``, one call per group, so that groups, zeros
-and ragged tails work too. Both are vectorised for bf16 activations only (torch 2.13 on AVX2: float32 and fp16 ones run 14 to 20
-times slower, in scalar code: eval/results/cpu_linear.json), so they get bf16 here whatever the run-time dtype: products and
-sums are float32 inside, inputs and results are rounded to 8 bits. Many tokens go through ``columns`` in full precision.
+and ragged tails work too. Both are vectorised for bf16 activations only: in float32 and fp16 torch 2.13 runs scalar code, more than
+10 times slower (``activation_dtypes`` in eval/results/cpu_linear.json). So they get bf16 here whatever the run-time dtype: products
+and sums are float32 inside, inputs and results are rounded to 8 bits. Many tokens go through ``columns`` in full precision, and
+``quantkit.load(..., kernel="dequantize")`` sends all of them there.
 
 Codes of 2 and 3 bits are held in 4, those of 5 to 7 bits in 8: torch has no narrower kernel, and unpacking by hand costs
 more than the bytes it saves.
