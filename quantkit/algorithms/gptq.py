@@ -64,7 +64,7 @@ def _factorise(
     hessian: Tensor, dead: Tensor, importance: Tensor, order: Tensor, options: GPTQOptions
 ) -> tuple[Tensor | None, float]:
     """The factor with the first damping of the escalation that works, or None."""
-    for damping in (options.damping, *options.escalation):
+    for damping in (options.damping, *(step for step in options.escalation if step > options.damping)):
         upper = _permuted_factor(hessian, dead, importance, damping, order)
         if upper is not None:
             return upper, damping

@@ -18,6 +18,9 @@ from quantkit.errors import NumericsError, RequestError
 SMALLEST_RELATIVE_SCALE = 2.0**-16
 
 
+SAMPLE_TOKENS = 2048  # enough for a scale per head and group: hundreds of thousands of values
+
+
 class KVObserver:
     """Statistics of one layer: the extreme value of every channel and a uniform random sample of tokens.
 
@@ -25,7 +28,7 @@ class KVObserver:
     The same seed and the same calls give the same sample.
     """
 
-    def __init__(self, sample_tokens: int = 2048, seed: int = 0) -> None:
+    def __init__(self, sample_tokens: int = SAMPLE_TOKENS, seed: int = 0) -> None:
         self.sample_tokens = sample_tokens
         self.tokens = 0
         self._generator = torch.Generator().manual_seed(seed)

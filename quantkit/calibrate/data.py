@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.texts import load_text
-from quantkit.checkpoint.tokenizer import wants_bos
+from quantkit.checkpoint.tokenizer import check_vocabulary, wants_bos
 from quantkit.errors import RequestError
 
 
@@ -47,11 +47,7 @@ def load_windows(name: str, tokenizer: Any, *, samples: int, seq_len: int, seed:
             if count
             else f"--calibration {name}: {len(ids)} tokens are fewer than one window of {seq_len}. Use a longer text."
         )
-    if int(ids.max()) >= vocab_size:
-        raise RequestError(
-            f"the tokenizer yields id {int(ids.max())}, but the model has {vocab_size} embeddings: the tokenizer belongs to "
-            "another model. Replace its files by the right ones."
-        )
+    check_vocabulary([int(ids.max())], {"vocab_size": vocab_size}, "calibration")
     chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
     windows = ids[: count * room].reshape(count, room)[chosen]
     if bos:

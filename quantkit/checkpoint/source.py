@@ -8,6 +8,7 @@ Pickle files (``.bin``, ``.pt``) are never opened: unpickling runs code from the
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantkit.errors import RequestError, SourceError
+from quantkit.errors import MissingExtra, RequestError, SourceError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -122,7 +123,10 @@ class FolderSource:
         return self._digest
 
     def quantization(self) -> dict[str, Any] | None:
-        return self.config.get("quantization_config")
+        found = self.config.get("quantization_config")
+        if found is not None and not isinstance(found, dict):
+            raise SourceError(f"{self.path / 'config.json'}: quantization_config is no JSON object. Download it again.")
+        return found
 
 
 def _hash(stream: Any) -> bytes:
@@ -141,6 +145,8 @@ def open_source(ref: str | Path) -> Source:
 
     path = Path(ref).expanduser()
     if isinstance(ref, str) and is_named(ref) and not path.exists():
+        if importlib.util.find_spec("gguf") is None:  # said before the download, not after it
+            raise MissingExtra("gguf", "gguf", f"{ref} is a GGUF file; reading it")
         path = fetch(ref)
     if not path.exists():
         raise RequestError(
@@ -157,9 +163,9 @@ def open_source(ref: str | Path) -> Source:
         raise SourceError(
             f"{path}: not a model. Give the folder that holds config.json and *.safetensors, or a .gguf file."
         )
-    if (path / "config.json").exists():
-        return FolderSource(path)
     ggufs = sorted(path.glob("*.gguf"))
+    if (path / "config.json").exists() and (not ggufs or any(path.glob("*.safetensors"))):
+        return FolderSource(path)  # GGUF repositories often carry a config.json, but no safetensors
     if len(ggufs) == 1:
         return _gguf(ggufs[0])
     if len(ggufs) > 1:
@@ -184,6 +190,10 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SourceError(f"{path}: no such file. A Hugging Face model folder has one; download it again.") from None
+    except OSError as error:
+        raise SourceError(
+            f"{path}: cannot be read ({error.strerror}). Check what it is and who may read it."
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SourceError(f"{path}: not valid JSON ({error}). Download it again.") from error
     if not isinstance(data, dict):
@@ -212,7 +222,7 @@ def _tensor_files(path: Path) -> dict[str, str]:
 
 def _indexed(path: Path, index: Path) -> dict[str, str]:
     files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not files:
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise SourceError(f"{index}: has no weight_map. Download it again.")
     for file in sorted(set(files.values())):
         if not (path / file).exists():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -101,6 +101,16 @@ def wants_bos(tokenizer: Any) -> bool:
         return True
     vocab = tokenizer.get_vocab()
     return tokenizer.bos_token == "<bos>" and ("<start_of_turn>" in vocab or "<unused0>" in vocab)
+
+
+def check_vocabulary(ids: Iterable[int], config: Mapping[str, Any], where: object) -> None:
+    """Raises RequestError for token ids that the model has no embedding for: the tokenizer belongs to another model."""
+    largest, size = max(ids, default=0), config.get("vocab_size")
+    if isinstance(size, int) and largest >= size:
+        raise RequestError(
+            f"{where}: the tokenizer yields id {largest}, but the model has {size} embeddings: the tokenizer belongs to "
+            "another model. Replace its files by the right ones."
+        )
 
 
 def check_round_trip(tokenizer: Any, where: str) -> None:

@@ -56,7 +56,7 @@ class CheckpointWriter:
         self.entries: dict[str, Entry] = {}
         self.folder = out.parent / f".{out.name}.partial-{os.getpid()}"
         self._parts = self.folder / "parts"
-        with _disk(self.folder):
+        with disk(self.folder):
             self._parts.mkdir(parents=True)
 
     def add_part(self, part: str, tensors: dict[str, Tensor]) -> None:
@@ -67,14 +67,14 @@ class CheckpointWriter:
         if twice:
             raise CheckpointError(f"{twice[0]}: written twice")
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with _disk(self.folder):
+        with disk(self.folder):
             save_file(contiguous, self._parts / f"{part}.safetensors")
         for name, tensor in contiguous.items():
             self.entries[name] = Entry(part, tensor.dtype, tuple(tensor.shape), tensor_sha256(tensor))
 
     def assemble(self) -> None:
         """Join the parts into shards and write the index. The folder is complete then, but not yet under its final name."""
-        with _disk(self.folder):
+        with disk(self.folder):
             shards = self._shards()
             weight_map: dict[str, str] = {}
             for i, names in enumerate(shards, 1):
@@ -92,10 +92,17 @@ class CheckpointWriter:
 
     def commit(self) -> None:
         """Give the folder its final name."""
-        with _disk(self.folder):
+        with disk(self.folder):
+            old = self.out.parent / f".{self.out.name}.old-{os.getpid()}"
             if self.out.exists() and self.overwrite:
-                shutil.rmtree(self.out)
-            self.folder.rename(self.out)
+                self.out.rename(old)
+            try:
+                self.folder.rename(self.out)
+            except BaseException:
+                if old.exists():
+                    old.rename(self.out)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
 
     def abandon(self) -> None:
         """Remove everything written so far."""
@@ -137,6 +144,8 @@ class CheckpointWriter:
 
 def check_output(out: Path, overwrite: bool) -> None:
     """Raises RequestError if ``out`` cannot become a new folder."""
+    if out.is_symlink():
+        raise RequestError(f"{out}: is a symbolic link. Give the folder itself as --out.")
     if out.exists() and not overwrite:
         raise RequestError(f"{out}: exists already. Choose another --out, or pass --overwrite to replace it.")
     if out.exists() and not (
@@ -163,7 +172,7 @@ def _bytes(tensor: Tensor) -> Any:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""  # type: ignore[arg-type]
 
 
-class _disk:  # noqa: N801  (reads as a statement)
+class disk:  # noqa: N801  (reads as a statement)
     """Turn a full or read-only disk into one clear error."""
 
     def __init__(self, folder: Path) -> None:

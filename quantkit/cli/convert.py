@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
+from quantkit.algorithms import CALIBRATED, METHODS
 from quantkit.algorithms import LATER as LATER_METHODS
-from quantkit.algorithms import METHODS
 from quantkit.cli.main import print_json
 from quantkit.errors import RequestError
 
@@ -107,6 +107,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     refuse_not_landed({name: value for name, value in given.items() if value != "none"})
     for name in NOT_LANDED:
         given.pop(name, None)
+    _refuse_without_effect(given)
     started = time.perf_counter()
     plan = make_plan(ConvertOptions(source=source, out=out, format=format_, **given))
     if dry_run:
@@ -122,6 +123,21 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     with _bar() as listen:
         report = run(plan, listen, started)
     print_json(report.to_json()) if as_json else click.echo(report.table())
+
+
+def _refuse_without_effect(given: dict[str, Any]) -> None:
+    """Options that were typed and would do nothing are refused: silence would look like obedience."""
+    from click.core import ParameterSource
+
+    context = click.get_current_context()
+    useless = [] if given["method"] in CALIBRATED else ["damping"]
+    if useless and given["kv_bits"] == 16:
+        useless += ["calibration", "samples", "seq_len", "seed"]
+    for name in useless:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise RequestError(
+                f"--{name.replace('_', '-')} has no effect: --method {given['method']} reads no text. Leave it out."
+            )
 
 
 class _bar:  # noqa: N801  (reads as a statement)

@@ -26,7 +26,11 @@ from quantkit.errors import RequestError
     help="NAME, FILE (.txt, .jsonl) or hub:dataset[:config[:split]]; never the calibration text.",
 )
 @click.option("--seq-len", type=int, help="Tokens per window, BOS counted.  [default: 1024; llama.cpp: 512]")
-@click.option("--tokens", type=int, help="Windows x seq-len at most.  [default: every full window of the text]")
+@click.option(
+    "--tokens",
+    type=int,
+    help="Windows x seq-len, rounded down to full windows.  [default: every full window of the text]",
+)
 @click.option("--protocol", default="gptq", show_default=True, metavar="NAME", help="gptq or llama.cpp.")
 @click.option(
     "--kv-bits", type=int, help="Run with a KV cache of 16, 8 or 4 bits.  [default: what the checkpoint says]"

@@ -68,13 +68,15 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
-        fail("Interrupted. Nothing was written under the final name.", 1)
+        fail("Interrupted. A conversion in progress leaves nothing behind.", 1)
     except RequestError as error:
         fail(str(error), 2)
     except QuantkitError as error:
         fail(str(error), 1)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:  # a disk or a permission: the system's own words are the best there are
+        fail(f"{error.filename or 'input or output'}: {error.strerror or error}.", 1)
 
 
 def fail(message: str, code: int) -> None:

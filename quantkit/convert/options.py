@@ -24,7 +24,7 @@ class ConvertOptions:
     out: Path
     method: str = "gptq"
     bits: int = 4
-    group_size: int | None = 128
+    group_size: int | str | None = 128
     symmetric: bool = False
     scales: str = "search"
     scale_dtype: str = "float16"
@@ -46,6 +46,10 @@ class ConvertOptions:
                 f"--method {self.method}: {'has not landed yet' if later else 'no such method'}. "
                 f"Methods: {', '.join(algorithms.METHODS)}."
             )
+        if self.group_size == "channel":  # the command line's word for it
+            object.__setattr__(self, "group_size", None)
+        if not 0 <= self.seed < 2**63:
+            raise RequestError(f"--seed {self.seed}: a whole number from 0 to 2**63 - 1.")
         self.scheme  # noqa: B018  (validates bits, group size and scale dtype)
         writer_format(self.format)
         if self.scales not in ("search", "minmax"):
@@ -69,7 +73,8 @@ class ConvertOptions:
 
     @property
     def scheme(self) -> Scheme:
-        return Scheme(self.bits, self.group_size, self.symmetric, self.scale_dtype)
+        size: Any = self.group_size
+        return Scheme(self.bits, size, self.symmetric, self.scale_dtype)
 
     @property
     def needs_data(self) -> bool:
@@ -79,10 +84,11 @@ class ConvertOptions:
     def for_manifest(self) -> dict[str, Any]:
         """What decides the bytes of the result (where it is written does not)."""
         data = asdict(self)
-        for key in ("out", "overwrite", "strict_groups", "device"):
+        # source and text are identified by their hashes: a path would change the bytes and tell where they lay
+        for key in ("source", "calibration", "out", "overwrite", "strict_groups", "device"):
             data.pop(key)
         if not self.needs_data:
-            for key in ("calibration", "samples", "seq_len"):
+            for key in ("samples", "seq_len"):
                 data.pop(key)
         return data
 

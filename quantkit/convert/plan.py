@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from quantkit.algorithms import CALIBRATED
+from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
@@ -76,11 +76,14 @@ def make_plan(options: ConvertOptions) -> Plan:
     """
     check_output(options.out, options.overwrite)
     source = open_source(options.source)
+    _refuse_same_place(options, source)
     _refuse_quantized(source)
-    tokenizer = load_tokenizer(source)
     model = build_skeleton(source.config)
     blocks = find_blocks(model)
     weights = Weights(model, source)
+    tokenizer = load_tokenizer(
+        source
+    )  # after the skeleton: it reads config.json too, and would blame the tokenizer for it
     form = writer_format(options.format)
 
     problems: list[str] = []
@@ -99,6 +102,14 @@ def make_plan(options: ConvertOptions) -> Plan:
     return Plan(
         options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, problems, warnings, prediction
     )  # fmt: skip
+
+
+def _refuse_same_place(options: ConvertOptions, source: Source) -> None:
+    original, out = source.path.resolve(), options.out.resolve()
+    if out == original or out in original.parents or original in out.parents:
+        raise RequestError(
+            f"{options.out}: is, holds or lies in the source {source.path}, which would be lost. Choose another --out."
+        )
 
 
 def _refuse_quantized(source: Source) -> None:
@@ -216,9 +227,16 @@ def _sizes(
         seq_len=options.seq_len,
         plain_bytes=sum(info.nbytes for info in infos),
         packed_bytes=int(packed),
-        calibrated=options.method in CALIBRATED,
-        kv_sample_bytes=0,
+        calibrated=windows is not None,
+        kv_sample_bytes=_kv_sample_bytes(config) if options.kv_bits < 16 else 0,
     )
+
+
+def _kv_sample_bytes(config: Any) -> int:
+    """Keys and values that one layer's observer keeps, in float32, and as much four times over while ranges are searched."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * heads * head_dim * SAMPLE_TOKENS * 4 + 4 * heads * head_dim * SAMPLE_TOKENS * 4)
 
 
 def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:

@@ -13,22 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from quantkit import __version__
-from quantkit.algorithms import Solution
+from quantkit.algorithms import Scales, Solution
 from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
 from quantkit.algorithms.kv import KVObserver
 from quantkit.algorithms.rtn import rtn
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.stats import Hessian
 from quantkit.checkpoint.tokenizer import write_tokenizer
-from quantkit.checkpoint.writer import CheckpointWriter, write_json
+from quantkit.checkpoint.writer import CheckpointWriter, disk, write_json
 from quantkit.convert.memory import BATCH_TOKENS, peak_rss, release_free_memory
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import Plan, Target, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport, LayerReport
-from quantkit.convert.verify import decision_sha256, verify_folder
+from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.kvscheme import KVScales, KVScheme
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError, UnsupportedModel
 from quantkit.formats.kv_scales import write_kv_scales
 from quantkit.model.skeleton import block_linears
@@ -126,6 +127,7 @@ class _Conversion:
         self.writer.assemble()
         self.listen(Progress("verify", len(plan.blocks), len(plan.blocks), ""))
         self.report.verified_tensors = verify_folder(self.writer.folder, self.decisions, self.writer.entries)
+        self.report.verified_tensors += verify_kv(self.writer.folder, self.kv)
         return self.report
 
     def _last_error(self) -> str:
@@ -192,24 +194,13 @@ class _Conversion:
         self, targets: list[Target], linears: list[nn.Module], hessian: Tensor | None
     ) -> list[tuple[Target, nn.Module, QuantTensor]]:
         """Quantize the linears of one input, stacked; report each."""
-        o, scheme = self.plan.options, targets[0].scheme
+        scheme = targets[0].scheme
         weights: Any = [linear.weight for linear in linears]
         weight = torch.cat(weights)
-        solution: Solution
-        if o.method == "gptq" and hessian is not None:
-            solution = gptq(
-                weight,
-                hessian,
-                scheme,
-                GPTQOptions(damping=o.damping, scales="minmax" if o.scales == "minmax" else "search"),
-            )
-        else:
-            solution = rtn(
-                weight,
-                scheme,
-                "minmax" if o.scales == "minmax" else "search",
-                None if hessian is None else hessian.diagonal(),
-            )
+        try:
+            solution = self._algorithm(weight, hessian, scheme)
+        except NumericsError as error:
+            raise NumericsError(f"{targets[0].name}: {error}") from error
         rows = [target.out_features for target in targets]
         q = solution.quantized
         zeros: Any = [None] * len(rows) if q.zeros is None else torch.split(q.zeros, rows)
@@ -228,15 +219,20 @@ class _Conversion:
             result.append((target, linear, one))
         return result
 
+    def _algorithm(self, weight: Tensor, hessian: Tensor | None, scheme: Scheme) -> Solution:
+        o = self.plan.options
+        scales: Scales = "minmax" if o.scales == "minmax" else "search"
+        if o.method == "gptq" and hessian is not None:
+            return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales))
+        return rtn(
+            weight, scheme, scales
+        )  # without the statistics, also when the KV cache brought some: rtn is data-free
+
     def _report(
         self, target: Target, weight: Tensor, q: QuantTensor, hessian: Tensor | None, solution: Solution
     ) -> None:
         dequantized = q.dequantize()
         relative = float((weight - dequantized).norm() / weight.norm().clamp(min=1e-30))
-        if not bool(torch.isfinite(dequantized).all()):
-            raise NumericsError(
-                f"{target.name}: its scales overflow {q.scheme.scale_dtype}. Use --scale-dtype bfloat16."
-            )
         output = None
         if hessian is not None:
             loss, energy = proxy_loss(weight, dequantized, hessian)
@@ -267,7 +263,10 @@ class _Conversion:
 
     def _write_files(self) -> None:
         """config.json, generation config, tokenizer and chat template, KV scales, manifest."""
-        plan, folder = self.plan, self.writer.folder
+        with disk(self.writer.folder):
+            self._write_each(self.plan, self.writer.folder)
+
+    def _write_each(self, plan: Plan, folder: Path) -> None:
         config = {key: value for key, value in plan.source.config.items() if key != "_name_or_path"}
         config["quantization_config"] = plan.format.config(plan.layout(), __version__)
         write_json(folder / "config.json", config)

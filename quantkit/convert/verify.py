@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from quantkit.checkpoint.source import FolderSource
 from quantkit.checkpoint.writer import Entry, tensor_sha256
+from quantkit.core.kvscheme import SCALE_NAMES, LayerScales
 from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import CheckpointError
+from quantkit.formats.kv_scales import read_kv_scales
 from quantkit.formats.reader import QuantizedReader
 
 
@@ -40,6 +45,18 @@ def verify_folder(folder: Path, decisions: dict[str, str], entries: dict[str, En
                 f"{folder.name}: {name} reads back different from what was written: the disk is at fault."
             )
     return len(plain) + sum(len(local) for local in reader.modules.values())
+
+
+def verify_kv(folder: Path, decided: Mapping[str, LayerScales]) -> int:
+    """Read back the scales of the KV cache. Returns how many tensors were compared; raises CheckpointError for a difference."""
+    stored = read_kv_scales(folder)
+    layers = {} if stored is None else stored.layers
+    _same_names(folder, "layers with KV scales", set(decided), set(layers))
+    for name, scales in decided.items():
+        for part in SCALE_NAMES:
+            if not torch.equal(getattr(scales, part), getattr(layers[name], part)):
+                raise CheckpointError(f"{folder.name}: {name}.{part} reads back different from what was calibrated.")
+    return len(decided) * len(SCALE_NAMES)
 
 
 def _same_names(folder: Path, what: str, wanted: set[str], found: set[str]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError
 
 # The smallest normal fp16 is 6.1e-5. Below it scales lose mantissa bits, and some kernels flush them to zero, so a
 # smaller scale is raised to this value; the group then uses fewer of its codes. Reported per layer.
@@ -39,9 +40,14 @@ def split_groups(weight: Tensor, scheme: Scheme, fill: float = 0.0) -> Tensor:
 
 
 def store_scale(scale: Tensor, scheme: Scheme) -> Tensor:
-    """Round scales to their storage dtype; zero, subnormal and overflowing ones become representable."""
+    """Round scales to their storage dtype; zero and subnormal ones are raised. Raises NumericsError if one overflows."""
     largest = torch.finfo(scheme.torch_scale_dtype).max
-    return scale.clamp(SMALLEST_SCALE, largest).to(scheme.torch_scale_dtype)
+    if scale.numel() and float(scale.max()) > largest:
+        raise NumericsError(
+            f"a scale of {float(scale.max()):.3g} overflows {scheme.scale_dtype} (largest {largest:.3g}). "
+            "Use --scale-dtype bfloat16; weights this large suggest a damaged model."
+        )
+    return scale.clamp(min=SMALLEST_SCALE).to(scheme.torch_scale_dtype)
 
 
 def params_from_range(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:

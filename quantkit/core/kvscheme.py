@@ -36,7 +36,9 @@ class KVScheme:
         if isinstance(self.bits, bool) or self.bits not in KV_BITS:
             raise RequestError(f"kv_bits={self.bits}: the KV cache is kept at {', '.join(map(str, KV_BITS))} bits.")
         if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 1:
-            raise RequestError(f"kv group_size={self.group_size}: a positive number of channels (64, or 1 for per channel).")
+            raise RequestError(
+                f"kv group_size={self.group_size}: a positive number of channels (64, or 1 for per channel)."
+            )
 
     @property
     def levels(self) -> int:
@@ -76,9 +78,13 @@ class LayerScales:
         for name in SCALE_NAMES:
             value: Tensor = getattr(self, name)
             if value.dtype != torch.float32 or value.dim() != 2 or value.shape != shape:
-                raise CheckpointError(f"{name} is {value.dtype} {list(value.shape)}, expected float32 [kv_heads, groups] {list(shape)}")
+                raise CheckpointError(
+                    f"{name} is {value.dtype} {list(value.shape)}, expected float32 [kv_heads, groups] {list(shape)}"
+                )
             if not bool(torch.isfinite(value).all()) or (name.endswith("scale") and bool((value <= 0).any())):
-                raise CheckpointError(f"{name} holds a value that is not finite{' and positive' if name.endswith('scale') else ''}")
+                raise CheckpointError(
+                    f"{name} holds a value that is not finite{' and positive' if name.endswith('scale') else ''}"
+                )
             if name.endswith("zero") and not torch.equal(value, value.round()):
                 raise CheckpointError(f"{name} holds a value that is no whole number")
         if self.head_dim < 1 or self.head_dim % shape[1]:

@@ -38,6 +38,8 @@ class QuantTensor:
                 f"scales are {self.scales.dtype} {list(self.scales.shape)}; {self.scheme.describe()} over "
                 f"{list(self.codes.shape)} needs float16 or bfloat16 {list(expected)}"
             )
+        if not bool((torch.isfinite(self.scales) & (self.scales > 0)).all()):
+            raise CheckpointError("a scale is not finite and positive: the file is damaged")
         if (self.zeros is None) != self.scheme.symmetric:
             raise CheckpointError(
                 f"{self.scheme.describe()}: zeros must be {'absent' if self.scheme.symmetric else 'present'}"
@@ -45,6 +47,14 @@ class QuantTensor:
         if self.zeros is not None and (tuple(self.zeros.shape) != expected or self.zeros.dtype != torch.int16):
             raise CheckpointError(
                 f"zeros are {self.zeros.dtype} {list(self.zeros.shape)}, expected int16 {list(expected)}"
+            )
+        if (
+            self.zeros is not None
+            and self.zeros.numel()
+            and (int(self.zeros.min()) < 0 or int(self.zeros.max()) > self.scheme.levels)
+        ):
+            raise CheckpointError(
+                f"zeros run to {int(self.zeros.max())}; {self.scheme.describe()} holds 0 to {self.scheme.levels}"
             )
 
     @property

@@ -35,7 +35,8 @@ class Scheme:
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise RequestError(f"bits={self.bits}: quantkit quantizes to 2, 3, 4, 5, 6, 7 or 8 bits.")
-        if self.group_size is not None and (not isinstance(self.group_size, int) or self.group_size < 1):
+        size = self.group_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
             raise RequestError(
                 f"group_size={self.group_size}: a group size is a positive number of inputs "
                 "(32, 64 or 128 load in most engines), or 'channel' for one scale per output row."

@@ -90,8 +90,8 @@ def check_finite(losses: Tensor, window: int, who: str) -> None:
     if bad:
         raise NumericsError(
             f"{bad} of {losses.numel()} tokens of window {window} have a loss that is not finite: {who} overflows or holds NaN "
-            "weights. Evaluate with --dtype float32; if it stays, convert again and read the per-layer report, or check the "
-            "source with `quantkit inspect SOURCE --check`."
+            "weights. Evaluate with --dtype float32; if it stays, convert again and read the per-layer report, or evaluate "
+            "the source itself."
         )
 
 

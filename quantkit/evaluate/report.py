@@ -160,16 +160,16 @@ def prepare(
     found here: raises RequestError and SourceError."""
     from quantkit.checkpoint.source import open_source
     from quantkit.checkpoint.texts import load_text
-    from quantkit.checkpoint.tokenizer import load_tokenizer, wants_bos
+    from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer, wants_bos
     from quantkit.evaluate.tokens import bos_id, text_ids, tokenizer_digest
 
     source = open_source(model)
     text = load_text(data, split="evaluation")
     tokenizer = load_tokenizer(source)
     bos = bos_id(tokenizer) if wants_bos(tokenizer) else None
-    windows = make_windows(
-        text_ids(tokenizer, text.text), protocol=protocol, seq_len=seq_len, bos_id=bos, tokens=tokens
-    )
+    ids = text_ids(tokenizer, text.text)
+    check_vocabulary(ids, source.config, model)
+    windows = make_windows(ids, protocol=protocol, seq_len=seq_len, bos_id=bos, tokens=tokens)
     limit = source.config.get("max_position_embeddings")
     if isinstance(limit, int) and windows.seq_len > limit:
         raise RequestError(
@@ -275,10 +275,14 @@ def _baseline(
 
 
 def _load(model: str | Path, dtype: str | None, kv_bits: int | None, runtime: bool, device: str) -> Model:
+    from quantkit.runtime.linear import use_packed_kernels
     from quantkit.runtime.load import load
 
     chosen = dtype or ("auto" if runtime else "float32")
-    return load(model, dequantize=not runtime, dtype=chosen, kv_bits=kv_bits, device=device)
+    loaded = load(model, dequantize=not runtime, dtype=chosen, kv_bits=kv_bits, device=device)
+    if runtime:  # windows are longer than the crossover, beyond which weights would be dequantized after all
+        use_packed_kernels(loaded.module)
+    return loaded
 
 
 def _release(model: Model) -> Callable[[], None]:

@@ -163,7 +163,14 @@ def _scheme_of(module: str, parts: Mapping[str, Tensor], config: Mapping[str, An
     )
     if not ranked:
         raise CheckpointError(f"{module}: stored packed, but no group of the quantization_config targets it.")
-    weights = list(config["config_groups"].values())[ranked[0][1]]["weights"]
+    group = list(config["config_groups"].values())[ranked[0][1]]
+    if group.get("input_activations") or group.get("output_activations") or config.get("transform_config"):
+        raise CheckpointError(
+            f"{module}: quantized activations and transforms are not read; quantkit reads weight-only models."
+        )
+    weights = group["weights"]
+    if weights["symmetric"] and ZERO in parts:
+        raise CheckpointError(f"{module}: the config says symmetric, but zero points are stored.")
     if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):
         raise CheckpointError(
             f"{module}: {weights.get('type')} weights with strategy {weights['strategy']!r} are not read."

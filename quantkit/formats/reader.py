@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from quantkit.core.qtensor import BlockTensor, QuantTensor
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats import Reader, reader_format
 
 
@@ -20,6 +23,17 @@ class Readable(Protocol):
     def names(self) -> list[str]: ...
     def read(self, name: str) -> Tensor: ...
     def quantization(self) -> dict[str, Any] | None: ...
+
+
+@contextlib.contextmanager
+def _damaged(where: str) -> Iterator[None]:
+    """Whatever a codec stumbles over in a file or a config is the file's fault; the message says where."""
+    try:
+        yield
+    except (CheckpointError, RequestError) as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(f"{where}: damaged or incomplete ({error!r}). Download or convert it again.") from error
 
 
 class QuantizedReader:
@@ -35,7 +49,8 @@ class QuantizedReader:
         self.modules: dict[str, tuple[str, ...]] = {}
         if self.config is not None:
             self._format = reader_format(self.config)
-            self.modules = self._format.modules(source.names(), self.config)
+            with _damaged(f"{source.path}: quantization_config"):
+                self.modules = self._format.modules(source.names(), self.config)
             stored = set(source.names())
             for module, local in self.modules.items():
                 lost = [part for part in local if f"{module}.{part}" not in stored]
@@ -51,10 +66,8 @@ class QuantizedReader:
         if self._format is None or self.config is None:
             raise CheckpointError(f"{self.source.path}: not a quantized checkpoint")
         parts = {part: self.source.read(f"{name}.{part}") for part in self.modules[name]}
-        try:
+        with _damaged(f"{self.source.path}: {name}"):
             return self._format.read_module(name, parts, self.config)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.source.path}: {name}: {error}") from error
 
     def plain_names(self) -> list[str]:
         """Tensors that are no part of a quantized module."""

@@ -37,7 +37,8 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
 
     Raises UnsupportedModel for a model type that transformers does not know or that is no causal language model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     data = {
         k: v
@@ -55,13 +56,19 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         )
     try:
         hf_config = AutoConfig.for_model(kind, **data)
-    except ValueError:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        if kind in CONFIG_MAPPING:
+            raise UnsupportedModel(
+                f"config.json of this {kind} does not fit ({error!r}). Download it again."
+            ) from error
         raise UnsupportedModel(
             f"model_type {kind!r} is unknown to the installed transformers. Upgrade transformers."
         ) from None
     try:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    except (ArithmeticError, AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise UnsupportedModel(f"config.json of this {kind} makes no model ({error!r}). Download it again.") from error
     except ValueError as error:
         raise UnsupportedModel(
             f"model_type {kind!r}: no causal language model of that type in transformers ({error})"
@@ -120,6 +127,9 @@ def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
 
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
 class Weights:
     """Where each parameter of a skeleton comes from, and the loading of one module at a time.
 
@@ -134,6 +144,11 @@ class Weights:
         prefix = getattr(model, "base_model_prefix", "")
         self.names = match_names(self.parameters, source.names(), self.tied, prefix, str(source.path))
         for name, stored in self.names.items():
+            if source.info(stored).dtype not in FLOATS:
+                raise SourceError(
+                    f"{source.path}: tensor {stored!r} is stored as {source.info(stored).dtype}, but config.json names no "
+                    "quantization that explains it. Give the 16-bit original."
+                )
             expected, found = tuple(self.parameters[name].shape), source.info(stored).shape
             if expected != found:
                 raise SourceError(

@@ -121,7 +121,11 @@ def _same(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    return bool(a == b) or type(a) is type(b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (type(None), bool, int, float, str, torch.dtype, torch.device)):
+        return bool(a == b)
+    return type(a) is type(b)  # an object of the model's own: a config, an empty cache
 
 
 def input_groups(block: nn.Module, hidden: Tensor, call: Call) -> list[tuple[str, ...]]:

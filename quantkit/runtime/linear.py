@@ -70,6 +70,13 @@ def choose(weight: PackedWeight, tokens: int) -> Kernel:
     return KERNELS[few if tokens < crossover else "dequantize"]
 
 
+def use_packed_kernels(module: nn.Module) -> None:
+    """Make every QuantLinear run its packed kernel whatever the number of tokens: what decoding runs, for evaluation."""
+    for layer in module.modules():
+        if isinstance(layer, QuantLinear):
+            layer.kernel = CROSSOVER[layer.packed.layout][0]
+
+
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, kernel: Kernel | None = None) -> Tensor:
     """``y = x @ dequantize(weight).T + bias``. x: ``[..., in_features]`` -> ``[..., out_features]`` in ``x.dtype``."""
     flat = x.reshape(-1, weight.in_features)

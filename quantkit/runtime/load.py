@@ -50,7 +50,7 @@ def load(
     reader = QuantizedReader(source)
     module = build_skeleton(source.config, number)
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
-    scales = read_kv_scales(_folder(source))
+    scales = read_kv_scales(source.path) if source.path.is_dir() else None
     scheme = requested or (scales.scheme if scales is not None else KVScheme())
     if scales is not None and scheme.bits == scales.scheme.bits:
         scheme = scales.scheme
@@ -161,11 +161,19 @@ def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device:
     shared: dict[str, nn.Parameter] = {}
     for name in weights.names:
         twin = weights.tied.get(name)
-        first = twin if twin in weights.names and name not in separate else name
+        first = name
+        if twin in weights.names and name not in separate and _equal(weights, name, str(twin)):
+            first = str(twin)
         if first not in shared:
             shared[first] = nn.Parameter(weights.read(first).to(device), requires_grad=False)
         owner, _, local = name.rpartition(".")
         module.get_submodule(owner)._parameters[local] = shared[first]
+
+
+def _equal(weights: Weights, name: str, twin: str) -> bool:
+    """Whether a tied parameter really is its twin. A file may store both, and differ: transformers then unties them."""
+    own, other = weights.names[name], weights.names[twin]
+    return own == other or torch.equal(weights.source.read(own), weights.source.read(other))
 
 
 def _place(module: nn.Module, stored: str, where: str) -> str:
@@ -185,10 +193,6 @@ def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(module.get_submodule(owner), local, layer)
 
 
-def _folder(source: Source) -> Path:
-    return source.path if source.path.is_dir() else source.path.parent
-
-
 def _tokenizer(source: Source) -> Any:
     from quantkit.checkpoint.tokenizer import load_tokenizer
 
@@ -197,7 +201,7 @@ def _tokenizer(source: Source) -> Any:
 
 def end_tokens(source: Source) -> tuple[int, ...]:
     """Tokens that end an answer: ``eos_token_id`` (one or a list) of generation_config.json, else of config.json."""
-    file = _folder(source) / "generation_config.json"
+    file = source.path / "generation_config.json"  # a GGUF file has none: what lies beside it belongs to another model
     stored = read_json(file).get("eos_token_id") if file.exists() else None
     value = source.config.get("eos_token_id") if stored is None else stored
     if value is None:

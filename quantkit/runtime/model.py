@@ -182,14 +182,20 @@ class Model:
         Raises RequestError if the model has no chat template.
         """
         if isinstance(prompt, str) and not chat:
-            return list(self.tokenizer(prompt)["input_ids"])
+            return self._checked(self.tokenizer(prompt)["input_ids"])
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         if not getattr(self.tokenizer, "chat_template", None):
             raise RequestError(
                 "this model has no chat template: it is no chat model. Give the prompt as plain text, without --chat."
             )
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        from quantkit.checkpoint.tokenizer import check_vocabulary
+
+        check_vocabulary(ids, self.config, "prompt")
+        return list(ids)
 
 
 def as_batch(prompt: Any) -> tuple[list[Any], bool]:

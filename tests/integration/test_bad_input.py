@@ -249,3 +249,128 @@ def test_a_plan_that_does_not_fit_the_disk_is_refused_before_work(
         str(tiny_original), tmp_path / "out", calibration=str(calibration_text), samples=2, seq_len=32, group_size=32
     )
     assert any("disk" in problem for problem in make_plan(options).problems)
+
+
+def test_the_source_is_never_overwritten(tiny_model: Path, calibration_text: Path, quantkit: Run) -> None:
+    before = (tiny_model / "model.safetensors").read_bytes()
+    for out in (tiny_model, tiny_model.parent, tiny_model / "inner"):
+        done = quantkit("convert", tiny_model, "--out", out, "--overwrite", "--group-size", "32")
+        assert done.returncode == 2
+        assert "Error:" in done.stderr
+    assert (tiny_model / "model.safetensors").read_bytes() == before
+
+
+def test_an_overwritten_model_survives_a_failed_finish(
+    tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import quantkit
+
+    out = tmp_path / "out"
+    quantkit.convert(tiny_original, out=out, method="rtn", group_size=32)
+    before = (out / "model.safetensors").read_bytes()
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if "partial" in self.name:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.convert(tiny_original, out=out, method="rtn", bits=8, group_size=32, overwrite=True)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_options_without_effect_are_refused(tiny_original: Path, tmp_path: Path, quantkit: Run) -> None:
+    out = tmp_path / "out"
+    for option in (["--damping", "0.5"], ["--samples", "8"], ["--calibration", "x.txt"]):
+        done = quantkit("convert", tiny_original, "--out", out, "--method", "rtn", *option)
+        refused(done, 2, option[0], "has no effect", out=out)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"hidden_act": "foo"}, "foo"),
+        ({"vocab_size": -1}, "config.json"),
+        ({"hidden_size": "64"}, "config.json"),
+        ({"quantization_config": "x"}, "quantization_config"),
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_model_is_blamed_itself(
+    change: dict[str, Any], word: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    import quantkit
+    from quantkit.errors import QuantkitError
+
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tiny_model / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(QuantkitError, match=word) as caught:
+        quantkit.convert(tiny_model, out=tmp_path / "out", method="rtn", group_size=32)
+    assert "tokenizer" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda config, tensors: config.pop("config_groups"),
+        lambda config, tensors: config["config_groups"]["group_0"].pop("targets"),
+        lambda config, tensors: config["config_groups"]["group_0"]["weights"].pop("strategy"),
+        lambda config, tensors: config["config_groups"]["group_0"].update(weights=None),
+        lambda config, tensors: config["config_groups"]["group_0"].update(targets=["re:("]),
+        lambda config, tensors: config["config_groups"]["group_0"].update(input_activations={"num_bits": 8}),
+        lambda config, tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_zero_point"),
+        lambda config, tensors: tensors.pop("model.layers.0.mlp.up_proj.weight_scale"),
+        lambda config, tensors: tensors.update({"model.layers.0.mlp.up_proj.weight_shape": torch.ones(3).long()}),
+        lambda config, tensors: tensors["model.layers.0.mlp.up_proj.weight_scale"].fill_(float("nan")),
+    ],
+)
+def test_damaged_quantized_checkpoints_are_refused(
+    damage: Callable[[dict[str, Any], dict[str, torch.Tensor]], None], tiny_original: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    import quantkit
+    from quantkit.errors import QuantkitError
+
+    out = tmp_path / "out"
+    quantkit.convert(tiny_original, out=out, method="rtn", group_size=32)
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    damage(config["quantization_config"], tensors)
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "model.safetensors.index.json").unlink()
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(QuantkitError):
+        quantkit.load(out)
+
+
+def test_weights_too_large_for_the_scale_are_named(tiny_model: Path, tmp_path: Path) -> None:
+    import quantkit
+    from quantkit.errors import NumericsError
+
+    def change(t: dict[str, torch.Tensor]) -> None:
+        for name in t:
+            t[name] = t[name].float()
+        t["model.layers.1.mlp.up_proj.weight"][0, 0] = 5e6
+
+    save(tiny_model, change)
+    with pytest.raises(NumericsError, match=r"layers\.1\.mlp\.up_proj.*bfloat16"):
+        quantkit.convert(tiny_model, out=tmp_path / "out", method="rtn", group_size=32)
+    quantkit.convert(tiny_model, out=tmp_path / "out", method="rtn", group_size=32, scale_dtype="bfloat16")
+
+
+def test_a_head_that_differs_from_its_tied_embedding_is_used(tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    import quantkit
+
+    def change(t: dict[str, torch.Tensor]) -> None:
+        t["lm_head.weight"] = -t["model.embed_tokens.weight"]
+
+    save(tiny_model, change)
+    ids = torch.arange(10, 30)[None]
+    ours = quantkit.load(tiny_model, dtype="float32")(ids)
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
