@@ -1,8 +1,10 @@
-"""Static scales for the KV cache: a bounded sample of keys and values, then the range that minimises squared error.
+"""Static scales for the KV cache: a bounded sample of keys and values, then the range that minimises rounding error.
 
 A 4-bit scale that spans the extreme values wastes most of its 15 steps on outliers (attention sinks, single channels), so
-the range of each group is clipped where the mean squared error over the sample is smallest. Idea of the search: Nagel et
-al., arXiv 2106.08295, section 3.1. Keys come after rotary, as the cache sees them.
+the range of each group is clipped where the mean of |error|**3 over the sample is smallest. Idea of the search: Nagel et
+al., arXiv 2106.08295, section 3.1, which squares. The cube clips less: attention follows the large keys. Seen on SmolLM2-135M
+(2560 tokens of calibration, KL over 768): 8 bits 0.0022 unclipped, 0.0026 squared, 0.0021 cubed; 4 bits 0.52, 0.24, 0.22.
+Keys come after rotary, as the cache sees them.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class KVObserver:
         self.tokens += count
 
     def result(self, scheme: KVScheme) -> LayerScales:
-        """The scales that minimise the squared error over the sample. Raises RequestError if nothing was added."""
+        """The scales that minimise the cubed error over the sample. Raises RequestError if nothing was added."""
         if scheme.bits == 16:
             raise RequestError("kv_bits=16: a 16-bit cache has no scales.")
         if not self._sides:
@@ -91,19 +93,22 @@ class _Side:
 
 
 def search_range(values: Tensor, low: Tensor, high: Tensor, levels: int, *, steps: int = 20) -> tuple[Tensor, Tensor]:
-    """Scale and zero of each group that minimise the squared error of ``values``, never worse than the full range.
+    """Scale and zero of each group that minimise ``sum |error|**3`` over ``values``, never worse there than the full range.
 
     values: float32 ``[..., n]``. low, high: ``[...]``, the extremes to start from. The two ends are pulled towards the
     group's mean in turn, two rounds of ``steps`` positions each. Returns float32 ``[...]``, zeros whole numbers.
     """
     centre = values.mean(-1)
+    # Errors are measured against the full range, else the cubes of small values become subnormal, which is very slow.
+    unit = (high - low).clamp(min=1e-30)[..., None]
     ends = [torch.ones_like(low), torch.ones_like(low)]
     candidates = torch.cat([torch.linspace(1.0, 0.1, steps - 4), torch.tensor([0.07, 0.05, 0.03, 0.02])])
 
     def trial(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, zero = _params(centre + (low - centre) * left, centre + (high - centre) * right, levels)
         codes = torch.round(values / scale[..., None]).add_(zero[..., None]).clamp_(0, levels - 1)
-        return codes.sub_(zero[..., None]).mul_(scale[..., None]).sub_(values).square_().sum(-1), scale, zero
+        error = codes.sub_(zero[..., None]).mul_(scale[..., None]).sub_(values).abs_().div_(unit)
+        return error.mul_(error.square()).sum(-1), scale, zero
 
     best, scale, zero = trial(ends[0], ends[1])
     for _ in range(2):

@@ -60,11 +60,11 @@ def test_the_search_is_never_worse_than_the_full_range(seed: int, levels: int, s
     full = (high - low) / (levels - 1)
     full_zero = torch.round(-low / full)
 
-    def squared(s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def cubed(s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         codes = torch.round(values / s[..., None] + z[..., None]).clamp(0, levels - 1)
-        return ((codes - z[..., None]) * s[..., None] - values).square().sum(-1)
+        return ((codes - z[..., None]) * s[..., None] - values).abs().pow(3).sum(-1)
 
-    assert bool((squared(scale, zero) <= squared(full, full_zero) * (1 + 1e-4)).all())
+    assert bool((cubed(scale, zero) <= cubed(full, full_zero) * (1 + 1e-4)).all())
 
 
 def test_an_outlier_is_clipped_and_the_rest_gains() -> None:
@@ -74,12 +74,12 @@ def test_an_outlier_is_clipped_and_the_rest_gains() -> None:
     observer.add(x, x)
     found = observer.result(KVScheme(4))
     full = (x.amax() - x.amin()) / 15
-    assert float(found.k_scale[0, 0]) < float(full) / 2
+    assert float(found.k_scale[0, 0]) < 0.7 * float(full)
     naive = (
         torch.full_like(found.k_scale, float(full)),
         torch.full_like(found.k_zero, float(torch.round(-x.amin() / full))),
     )
-    assert error(x, found.k_scale, found.k_zero, 4) < 0.6 * error(x, *naive, 4)
+    assert error(x, found.k_scale, found.k_zero, 4) < 0.8 * error(x, *naive, 4)
 
 
 def test_the_sample_is_bounded_and_the_same_however_the_text_is_split() -> None:
