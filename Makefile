@@ -30,8 +30,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two workers of one thread each: on small models threads mostly wait for each other.
 test: lint fetch
-	$(BIN)/python -m pytest -m "not slow and not interop and not gpu" --doctest-modules quantkit tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not interop and not gpu" --doctest-modules quantkit tests
 
 test-slow: fetch
 	$(BIN)/quantkit fetch gemma3-270m
