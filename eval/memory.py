@@ -2,7 +2,7 @@
 
     python eval/memory.py            writes eval/results/memory.json, exit code 1 if a ratio leaves 0.8 .. 1.25
 
-Real models with a real tokenizer, and a deep synthetic one (random weights, the real model's tokenizer) with 24 and 48
+Real models with a real tokenizer, and a deep synthetic one (random weights, the real model's tokenizer) with 12 and 24
 layers. Every conversion is a process of its own; the peak is the operating system's accounting of it.
 """
 
@@ -55,17 +55,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         jobs = [
-            ("smollm2-135m", "smollm2-135m", ["--samples", "16", "--seq-len", "512", "--group-size", "64"]),
-            ("smollm2-135m, rtn", "smollm2-135m", ["--method", "rtn", "--group-size", "64"]),
-            ("gemma3-270m", "gemma3-270m", ["--samples", "16", "--seq-len", "512", "--group-size", "64"]),
+            (
+                "smollm2-135m",
+                "smollm2-135m",
+                ["--samples", "8", "--seq-len", "512", "--group-size", "64", "--kv-bits", "8"],
+            ),
+            ("gemma3-270m", "gemma3-270m", ["--samples", "8", "--seq-len", "512", "--group-size", "64"]),
         ]
-        for layers in (24, 48):
+        for layers in (12, 24):
             folder = synthetic(work / f"deep-{layers}", layers)
             jobs.append(
                 (
                     f"synthetic, {layers} layers",
                     str(folder),
-                    ["--samples", "4", "--seq-len", "512", "--group-size", "64"],
+                    ["--samples", "8", "--seq-len", "512", "--group-size", "64"],
                 )
             )
         for label, source, options in jobs:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from quantkit.algorithms import CALIBRATED, METHODS
+from quantkit.algorithms import METHODS
 from quantkit.algorithms import LATER as LATER_METHODS
 from quantkit.cli.main import print_json
 from quantkit.errors import RequestError
@@ -130,7 +130,7 @@ def _refuse_without_effect(given: dict[str, Any]) -> None:
     from click.core import ParameterSource
 
     context = click.get_current_context()
-    useless = [] if given["method"] in CALIBRATED else ["damping"]
+    useless = ["damping"] if given["method"] == "rtn" else []
     if useless and given["kv_bits"] == 16:
         useless += ["calibration", "samples", "seq_len", "seed"]
     for name in useless:

@@ -55,12 +55,13 @@ def params_from_range(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor
 
     low, high: float ``[out, groups]`` with ``low <= 0 <= high``. Returns scales in the storage dtype and zeros
     (int16 ``[out, groups]``, 0 .. 2**bits - 1), or None when symmetric. Symmetric scales are
-    ``absmax / (2**(bits-1) - 0.5)``: both ends are then at most half a step away from a code (the observer of
-    compressed-tensors uses the same).
+    ``absmax / (2**(bits-1) - 1)``: the largest weight, which matters most, is then exact. (Dividing by
+    ``2**(bits-1) - 0.5`` uses the range better but puts that weight half a step off: KL 0.0045 instead of 0.0040 for
+    8 bits per channel on smollm2-135m. ``searched_params`` tries both.)
     """
     if scheme.symmetric:
         absmax = torch.maximum(-low, high)
-        return store_scale(absmax / (scheme.midpoint - 0.5), scheme), None
+        return store_scale(absmax / (scheme.midpoint - 1), scheme), None
     scale = store_scale((high - low) / (scheme.levels - 1), scheme)
     zero = torch.round(-low / scale.float()).clamp(0, scheme.levels - 1)
     return scale, zero.to(torch.int16)

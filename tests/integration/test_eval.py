@@ -81,7 +81,8 @@ def test_divergence_of_a_quantized_model_is_that_of_the_two_full_softmaxes(
     model = quantkit.load(quantized, dtype="float32", dequantize=True, kv_bits=16)(ids)[:, :-1].double().log_softmax(-1)
     kl = (original.exp() * (original - model)).sum(-1)
     assert found.kl_mean == pytest.approx(float(kl.mean()), rel=1e-3)
-    assert found.kl_max == pytest.approx(float(kl.max()), rel=1e-3)
+    # one token's KL of 4e-4 is a difference of float32 logarithms near 6, each right to 2**-22
+    assert found.kl_max == pytest.approx(float(kl.max()), rel=1e-3, abs=2e-6)
     assert found.top1_agreement == pytest.approx(float((original.argmax(-1) == model.argmax(-1)).double().mean()))
     assert found.kl_mean is not None
     assert found.kl_mean > 1e-4
