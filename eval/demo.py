@@ -62,7 +62,7 @@ def main() -> None:
     print(
         f"\nDone in {time.perf_counter() - started:.0f} s. {model}: {size / 1e6:.1f} MB, {len(manifest['layers'])} linears quantized."
     )
-    print("The folder loads in vLLM, SGLang and transformers, and here: quantkit.load(...)")
+    print("compressed-tensors is the home format of vLLM; transformers loads it too, and here: quantkit.load(...)")
 
 
 if __name__ == "__main__":

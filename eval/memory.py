@@ -48,6 +48,8 @@ def synthetic(folder: Path, layers: int) -> Path:
 
 
 def main() -> None:
+    from quantkit.checkpoint.texts import load_text
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "eval" / "results" / "memory.json")
     args = parser.parse_args()
@@ -62,13 +64,16 @@ def main() -> None:
             ),
             ("gemma3-270m", "gemma3-270m", ["--samples", "8", "--seq-len", "512", "--group-size", "64"]),
         ]
+        # A short text: tokenizing a long one costs as much memory as a small model, and not always the same.
+        text = work / "text.txt"
+        text.write_text(load_text("wikipedia-sample", split="calibration").text[:60_000])
         for layers in (12, 24):
             folder = synthetic(work / f"deep-{layers}", layers)
             jobs.append(
                 (
                     f"synthetic, {layers} layers",
                     str(folder),
-                    ["--samples", "8", "--seq-len", "512", "--group-size", "64"],
+                    ["--samples", "8", "--seq-len", "512", "--group-size", "64", "--calibration", str(text)],
                 )
             )
         for label, source, options in jobs:
