@@ -81,7 +81,7 @@ def main() -> None:
             ratio = report["peak_host_bytes"] / report["predicted_host_bytes"]
             rows.append(
                 {
-                    "model": label, "options": options, "peak_host_bytes": report["peak_host_bytes"],
+                    "model": label, "options": [Path(option).name for option in options], "peak_host_bytes": report["peak_host_bytes"],
                     "predicted_host_bytes": report["predicted_host_bytes"], "ratio": round(ratio, 3),
                 }
             )  # fmt: skip
