@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from quantkit.algorithms import METHODS
 from quantkit.algorithms import LATER as LATER_METHODS
+from quantkit.algorithms import METHODS
 from quantkit.cli.main import print_json
 from quantkit.errors import RequestError
 
