@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": "Measure perplexity, and divergence from the original.",
     "generate": "Generate text with a model.",
 }
+INTERRUPTED = "Interrupted. A conversion in progress leaves nothing behind."
 NOT_LANDED = ("bench", "serve")
 
 
@@ -59,6 +60,7 @@ def main() -> None:
     # Other libraries' progress bars and advice do not belong into this program's output; they read this when imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)  # a polite kill cleans up like Ctrl-C
     try:
         cli(standalone_mode=False)
@@ -68,7 +70,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
-        fail("Interrupted. A conversion in progress leaves nothing behind.", 1)
+        fail(INTERRUPTED, 1)
     except RequestError as error:
         fail(str(error), 2)
     except QuantkitError as error:
@@ -77,6 +79,11 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:  # a disk or a permission: the system's own words are the best there are
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}.", 1)
+    except Exception:
+        # An interrupt that arrives inside a library's compiled code may come out as any other exception.
+        if not _interrupted:
+            raise
+        fail(INTERRUPTED, 1)
 
 
 def fail(message: str, code: int) -> None:
@@ -84,7 +91,11 @@ def fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
+_interrupted: list[int] = []
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    _interrupted.append(number)
     raise KeyboardInterrupt
 
 
