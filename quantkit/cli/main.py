@@ -87,6 +87,8 @@ def main() -> None:
 
 
 def fail(message: str, code: int) -> None:
+    if _interrupted:  # whatever came of it
+        message, code = INTERRUPTED, 1
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
     sys.exit(code)
 
