@@ -73,6 +73,20 @@ def release_free_memory() -> None:
         trim(0)
 
 
+def map_large_blocks() -> None:
+    """Let glibc map every block of 4 MB and more by itself, so that freeing one gives its pages back at once.
+
+    By default the threshold rises with the blocks that are freed, up to 32 MB; tensors then come from a heap that
+    fragments, and the peak grows with the number of layers (892 against 678 MB for 24 small ones). Smaller blocks stay in
+    the heap: the temporaries of the inner loops are reused without page faults. Holds for the rest of the process."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
 def predict(sizes: Sizes) -> Prediction:
     """The largest phase, on top of what the process holds now.
 

@@ -21,7 +21,7 @@ from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.stats import Hessian
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter, disk, write_json
-from quantkit.convert.memory import BATCH_TOKENS, peak_rss, release_free_memory
+from quantkit.convert.memory import BATCH_TOKENS, map_large_blocks, peak_rss, release_free_memory
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import Plan, Target, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport, LayerReport
@@ -73,6 +73,7 @@ def convert(
 def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertReport:
     """Execute a plan. Raises QuantkitError if it has problems."""
     plan.raise_problems()
+    map_large_blocks()
     started = time.perf_counter() if started is None else started
     writer = CheckpointWriter(plan.options.out, overwrite=plan.options.overwrite, stem=plan.format.stem)
     try:
