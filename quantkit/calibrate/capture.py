@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -44,22 +45,23 @@ def observe(
     call: Call,
     groups: Sequence[tuple[str, ...]],
     kv: KeyValueSink | None = None,
-    tick: Callable[[], None] = lambda: None,
 ) -> list[Hessian]:
     """One Hessian per input group, over all states ([batch, tokens, hidden] each). kv: also observe keys and values."""
     firsts = [block.get_submodule(names[0]) for names in groups]
     hessians = [Hessian(linear.in_features) for linear in firsts]  # type: ignore[arg-type]
+    cache = _ObservingCache(kv) if kv is not None else None
+    seen: set[int] = set()
 
     def hook(index: int) -> Callable[..., None]:
         def pre(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             hessians[index].add(args[0])
-            if index == len(groups) - 1:
+            seen.add(index)
+            if len(seen) == len(groups) and (cache is None or cache.called):
                 raise _Done
 
         return pre
 
     handles = [linear.register_forward_pre_hook(hook(i)) for i, linear in enumerate(firsts)]
-    cache = _ObservingCache(kv) if kv is not None else None
     if cache is not None:
         if "past_key_values" not in call.kwargs:
             raise UnsupportedModel(
@@ -68,10 +70,11 @@ def observe(
         call = dataclasses.replace(call, kwargs={**call.kwargs, "past_key_values": cache})
     try:
         for state in states:
-            try:
+            seen.clear()
+            if cache is not None:
+                cache.called = False
+            with contextlib.suppress(_Done):
                 run_block(block, state, call)
-            except _Done:
-                tick()
     finally:
         for handle in handles:
             handle.remove()
@@ -81,8 +84,7 @@ def observe(
 
 
 @torch.no_grad()
-def advance(block: nn.Module, states: list[Tensor], call: Call, tick: Callable[[], None] = lambda: None) -> None:
+def advance(block: nn.Module, states: list[Tensor], call: Call) -> None:
     """Replace each state by the block's output, in place (one batch of outputs is alive at a time)."""
     for state in states:
         state.copy_(run_block(block, state, call))
-        tick()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import resource
-import sys
 from dataclasses import dataclass
 from typing import Any
+
+from quantkit.core.host import current_rss, peak_rss
 
 BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
 
@@ -48,43 +47,6 @@ class Sizes:
     packed_bytes: int
     calibrated: bool
     kv_sample_bytes: int
-
-
-def peak_rss() -> int:
-    """Largest resident size of this process so far, in bytes (the operating system's accounting)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
-
-
-def current_rss() -> int:
-    """Resident size of this process now, in bytes; the peak so far where the system does not tell."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return peak_rss()
-
-
-def release_free_memory() -> None:
-    """Give freed pages back to the system. glibc keeps them in its heap otherwise, and the resident size creeps up block
-    by block. Other C libraries have no such call and return large blocks by themselves."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
-
-
-def map_large_blocks() -> None:
-    """Let glibc map every block of 4 MB and more by itself, so that freeing one gives its pages back at once.
-
-    By default the threshold rises with the blocks that are freed, up to 32 MB; tensors then come from a heap that
-    fragments, and the peak grows with the number of layers (892 against 678 MB for 24 small ones). Smaller blocks stay in
-    the heap: the temporaries of the inner loops are reused without page faults. Holds for the rest of the process."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-
-
-_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def predict(sizes: Sizes) -> Prediction:

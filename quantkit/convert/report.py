@@ -15,10 +15,13 @@ class LayerReport:
     scheme: str
     relative_weight_error: float
     relative_output_error: float | None
-    bits_per_weight: float
+    weights: int
+    bits: int  # stored, scales and zeros counted
     damping: float | None
     fallback: str | None
     raised_scales: int  # groups whose scale was raised to the smallest normal fp16
+    tokens: int  # calibration tokens behind its statistics, 0 without data
+    dropped_tokens: int  # tokens that were left out because they were not finite
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -26,10 +29,12 @@ class LayerReport:
             "scheme": self.scheme,
             "relative_weight_error": _short(self.relative_weight_error),
             "relative_output_error": _short(self.relative_output_error),
-            "bits_per_weight": _short(self.bits_per_weight),
+            "bits_per_weight": _short(self.bits / self.weights),
             "damping": self.damping,
             "fallback": self.fallback,
             "raised_scales": self.raised_scales,
+            "tokens": self.tokens,
+            "dropped_tokens": self.dropped_tokens,
         }
 
 
@@ -55,19 +60,17 @@ class ConvertReport:
     source_bytes: int = 0
     output_bytes: int = 0
     verified_tensors: int = 0
-    dropped_tokens: int = 0
+    notes: list[str] = field(default_factory=list)  # what happened on the way, see BlockResult
 
     @property
     def bits_per_weight(self) -> float:
         """Stored bits of the quantized linears, scales and zeros counted, per weight; layers weighted equally by size."""
-        return self._bits / max(self._weights, 1)
+        return sum(layer.bits for layer in self.layers) / max(sum(layer.weights for layer in self.layers), 1)
 
-    _bits: int = 0
-    _weights: int = 0
-
-    def count(self, bits: int, weights: int) -> None:
-        self._bits += bits
-        self._weights += weights
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens left out of statistics, summed over layers."""
+        return sum(layer.dropped_tokens for layer in self.layers)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -86,6 +89,7 @@ class ConvertReport:
             "verified_tensors": self.verified_tensors,
             "dropped_tokens": self.dropped_tokens,
             "warnings": self.warnings,
+            "notes": self.notes,
             "layers": [layer.to_json() for layer in self.layers],
         }
 
@@ -107,7 +111,7 @@ class ConvertReport:
             lines.append(f"  error     relative output error {mean:.1%} on average; largest: {shown}")
         fallbacks = [layer for layer in self.layers if layer.fallback]
         lines += [f"  fallback  {layer.name}: {layer.fallback}" for layer in fallbacks]
-        lines += [f"  note      {warning}" for warning in self.warnings]
+        lines += [f"  note      {warning}" for warning in [*self.warnings, *self.notes]]
         return "\n".join(lines)
 
 

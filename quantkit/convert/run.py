@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from quantkit import __version__
-from quantkit.algorithms import Scales, Solution
-from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
 from quantkit.algorithms.kv import KVObserver
-from quantkit.algorithms.rtn import rtn
 from quantkit.calibrate.capture import advance, observe
-from quantkit.calibrate.stats import Hessian
-from quantkit.checkpoint.tokenizer import write_tokenizer
-from quantkit.checkpoint.writer import CheckpointWriter, disk, write_json
-from quantkit.convert.memory import BATCH_TOKENS, map_large_blocks, peak_rss, release_free_memory
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.convert.block import BlockResult, InputGroup, quantize_block
+from quantkit.convert.folder import write_beside
+from quantkit.convert.memory import BATCH_TOKENS
 from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import Plan, Target, before_blocks, make_plan
-from quantkit.convert.report import ConvertReport, LayerReport
-from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
-from quantkit.core.affine import SMALLEST_SCALE
-from quantkit.core.kvscheme import KVScales, KVScheme
-from quantkit.core.qtensor import QuantTensor
-from quantkit.core.scheme import Scheme
+from quantkit.convert.plan import Plan, before_blocks, make_plan
+from quantkit.convert.report import ConvertReport
+from quantkit.convert.verify import verify_folder, verify_kv
+from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
+from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
 from quantkit.errors import NumericsError, UnsupportedModel
-from quantkit.formats.kv_scales import write_kv_scales
 from quantkit.model.skeleton import block_linears
 from quantkit.model.stepper import Call, input_groups, record, same_call
 from quantkit.runtime.attention import attention_modules
@@ -98,38 +91,57 @@ class _Conversion:
         self.report.predicted_host_bytes = plan.prediction.host
         self.report.source_bytes = sum(plan.source.info(name).nbytes for name in plan.source.names())
         self.decisions: dict[str, str] = {}
-        self.kv: dict[str, Any] = {}
-        self.kv_scheme = KVScheme(bits=o.kv_bits)
+        self.kv: dict[str, LayerScales] = {}
 
     @torch.no_grad()
     def run(self) -> ConvertReport:
         plan = self.plan
         states, calls, short_calls = self._embed() if plan.windows is not None else ([], [], [])
-        for index in range(len(plan.blocks)):
-            self.listen(Progress("blocks", index, len(plan.blocks), self._last_error()))
+        for index, block in enumerate(plan.blocks.modules):
             name = plan.blocks.name(index)
+            self.listen(Progress("blocks", index, len(plan.blocks), self._last_error()))
             plan.weights.load(name)
-            block = plan.blocks.modules[index]
+            result = BlockResult()
             if states:
-                groups = input_groups(block, states[0][:1, :SHORT].clone(), short_calls[index])
-                hessians = self._observe(index, block, groups, states, calls[index])
-                self._quantize_block(index, block, groups, hessians)
+                names = input_groups(block, states[0][:1, :SHORT].clone(), short_calls[index])
+                groups = self._observe(index, block, names, states, calls[index], result)
             else:
-                singles: list[tuple[str, ...]] = [(linear,) for linear in block_linears(block)]
-                self._quantize_block(index, block, singles, [None] * len(singles))
+                groups = [InputGroup((linear,)) for linear in block_linears(block)]
+            quantize_block(plan, name, block, groups, result)
+            del groups
+            self._finish_block(index, result)
             if states and index + 1 < len(plan.blocks):
                 advance(block, states, calls[index])
             plan.weights.release(name)
             release_free_memory()
         states.clear()
-        self.listen(Progress("copy", len(plan.blocks), len(plan.blocks), self._last_error()))
+        self._finish()
+        return self.report
+
+    def _finish(self) -> None:
+        """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
+        plan, total = self.plan, len(self.plan.blocks)
+        self.listen(Progress("copy", total, total, self._last_error()))
         self._copy_plain()
-        self._write_files()
+        write_beside(
+            plan.source,
+            self.writer.folder,
+            quantization=plan.format.config(plan.layout(), __version__),
+            manifest=self._manifest(),
+            kv=KVScales(KVScheme(bits=plan.options.kv_bits), self.kv) if self.kv else None,
+        )
         self.writer.assemble()
-        self.listen(Progress("verify", len(plan.blocks), len(plan.blocks), ""))
+        self.listen(Progress("verify", total, total))
         self.report.verified_tensors = verify_folder(self.writer.folder, self.decisions, self.writer.entries)
         self.report.verified_tensors += verify_kv(self.writer.folder, self.kv)
-        return self.report
+
+    def _finish_block(self, index: int, result: BlockResult) -> None:
+        """Write what became of a block, and keep what report and verification need of it."""
+        self.writer.add_part(f"block-{index:04d}", result.parts)
+        self.decisions.update(result.decisions)
+        self.kv.update(result.kv)
+        self.report.layers += result.layers
+        self.report.notes += result.notes
 
     def _last_error(self) -> str:
         layers = self.report.layers
@@ -164,88 +176,28 @@ class _Conversion:
         return states, calls, short
 
     def _observe(
-        self, index: int, block: nn.Module, groups: list[tuple[str, ...]], states: list[Tensor], call: Call
-    ) -> list[Hessian]:
-        """Statistics of every input, and the scales of the KV cache, in one pass."""
-        observer = KVObserver() if self.plan.options.kv_bits < 16 else None
-        hessians = observe(block, states, call, groups, observer)
-        if observer is not None:
-            self.kv[attention_modules(self.plan.model)[index]] = observer.result(self.kv_scheme)
-        return hessians
-
-    def _quantize_block(
-        self, index: int, block: nn.Module, groups: list[tuple[str, ...]], hessians: Sequence[Hessian | None]
-    ) -> None:
+        self,
+        index: int,
+        block: nn.Module,
+        names: list[tuple[str, ...]],
+        states: list[Tensor],
+        call: Call,
+        result: BlockResult,
+    ) -> list[InputGroup]:
+        """Statistics of every input of a linear to quantize, and the scales of the KV cache, in one pass."""
         plan, prefix = self.plan, self.plan.blocks.name(index)
-        parts: dict[str, Tensor] = {}
-        for names, statistic in zip(groups, hessians, strict=True):
-            targets = [plan.targets[f"{prefix}.{name}"] for name in names]
-            linears = [block.get_submodule(name) for name in names]
-            hessian = None
-            if statistic is not None:
-                hessian = statistic.result(targets[0].name)
-                self.report.dropped_tokens += statistic.dropped
-            for target, linear, q in self._solve(targets, linears, hessian):
-                linear.weight = nn.Parameter(q.dequantize(), requires_grad=False)
-                self.decisions[target.name] = decision_sha256(q)
-                parts.update({f"{target.name}.{part}": value for part, value in plan.format.encode(q).items()})
-        self.writer.add_part(f"block-{index:04d}", parts)
-
-    def _solve(
-        self, targets: list[Target], linears: list[nn.Module], hessian: Tensor | None
-    ) -> list[tuple[Target, nn.Module, QuantTensor]]:
-        """Quantize the linears of one input, stacked; report each."""
-        scheme = targets[0].scheme
-        weights: Any = [linear.weight for linear in linears]
-        weight = torch.cat(weights)
-        try:
-            solution = self._algorithm(weight, hessian, scheme)
-        except NumericsError as error:
-            raise NumericsError(f"{targets[0].name}: {error}") from error
-        rows = [target.out_features for target in targets]
-        q = solution.quantized
-        zeros: Any = [None] * len(rows) if q.zeros is None else torch.split(q.zeros, rows)
-        result = []
-        for target, linear, part, codes, scales, zero in zip(
-            targets,
-            linears,
-            torch.split(weight, rows),
-            torch.split(q.codes, rows),
-            torch.split(q.scales, rows),
-            zeros,
-            strict=True,
-        ):
-            one = QuantTensor(codes, scales, zero, scheme)
-            self._report(target, part, one, hessian, solution)
-            result.append((target, linear, one))
-        return result
-
-    def _algorithm(self, weight: Tensor, hessian: Tensor | None, scheme: Scheme) -> Solution:
-        o = self.plan.options
-        scales: Scales = "minmax" if o.scales == "minmax" else "search"
-        if o.method == "gptq" and hessian is not None:
-            return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales))
-        return rtn(
-            weight, scheme, scales
-        )  # without the statistics, also when the KV cache brought some: rtn is data-free
-
-    def _report(
-        self, target: Target, weight: Tensor, q: QuantTensor, hessian: Tensor | None, solution: Solution
-    ) -> None:
-        dequantized = q.dequantize()
-        relative = float((weight - dequantized).norm() / weight.norm().clamp(min=1e-30))
-        output = None
-        if hessian is not None:
-            loss, energy = proxy_loss(weight, dequantized, hessian)
-            output = (max(loss, 0.0) / max(energy, 1e-30)) ** 0.5
-        raised = int((q.scales.float() <= SMALLEST_SCALE).sum())
-        bits = q.bits_stored
-        self.report.count(bits, q.codes.numel())
-        self.report.layers.append(
-            LayerReport(
-                target.name, q.scheme.describe(), relative, output, bits / q.codes.numel(), solution.damping, solution.fallback, raised
-            )
-        )  # fmt: skip
+        wanted = [group for group in names if any(f"{prefix}.{name}" in plan.targets for name in group)]
+        observer = KVObserver() if plan.options.kv_bits < 16 else None
+        if not wanted and observer is None:
+            return []
+        hessians = observe(block, states, call, wanted, observer)
+        if observer is not None:
+            result.kv[attention_modules(plan.model)[index]] = observer.result(KVScheme(bits=plan.options.kv_bits))
+        groups = []
+        for group in wanted:  # each sum is freed as soon as its mean is taken
+            h = hessians.pop(0)
+            groups.append(InputGroup(group, h.result(f"{prefix}.{group[0]}"), h.tokens, h.dropped))
+        return groups
 
     def _copy_plain(self) -> None:
         """What is not quantized, unchanged, one tensor at a time; small ones share a part."""
@@ -261,30 +213,6 @@ class _Conversion:
             else:
                 small[name] = tensor
         self.writer.add_part("plain", small)
-
-    def _write_files(self) -> None:
-        """config.json, generation config, tokenizer and chat template, KV scales, manifest."""
-        with disk(self.writer.folder):
-            self._write_each(self.plan, self.writer.folder)
-
-    def _write_each(self, plan: Plan, folder: Path) -> None:
-        config = {key: value for key, value in plan.source.config.items() if key != "_name_or_path"}
-        config["quantization_config"] = plan.format.config(plan.layout(), __version__)
-        write_json(folder / "config.json", config)
-        generation = plan.source.path / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, folder / generation.name)
-        else:
-            special = {
-                key: config[key]
-                for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-                if config.get(key) is not None
-            }
-            write_json(folder / generation.name, special)
-        write_tokenizer(plan.source, folder)
-        if self.kv:
-            write_kv_scales(folder, KVScales(self.kv_scheme, self.kv))
-        write_json(folder / "quantkit.json", self._manifest())
 
     def _manifest(self) -> dict[str, Any]:
         """What made these bytes. No times and no paths: the same job gives the same manifest."""
@@ -306,6 +234,7 @@ class _Conversion:
                 "numpy": version("numpy"),
             },
             "threads": torch.get_num_threads(),
+            "notes": self.report.notes,
             "layers": [layer.to_json() for layer in self.report.layers],
         }
 

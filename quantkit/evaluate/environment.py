@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,9 +43,3 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def peak_host_bytes() -> int:
-    """Largest resident size this process has had, libraries included."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux, bytes on macOS
-    return peak if sys.platform == "darwin" else peak * 1024

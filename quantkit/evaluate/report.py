@@ -300,7 +300,8 @@ def _release(model: Model) -> Callable[[], None]:
 def _report(
     model: str | Path, prepared: Prepared, measured: Model, runtime: bool, figures: dict[str, Any], started: float
 ) -> Evaluation:
-    from quantkit.evaluate.environment import hardware, peak_host_bytes, versions
+    from quantkit.core.host import peak_rss
+    from quantkit.evaluate.environment import hardware, versions
     from quantkit.evaluate.sizes import measure_sizes
 
     windows = prepared.windows
@@ -326,7 +327,7 @@ def _report(
         model_bits_per_weight=sizes.model_bits_per_weight,
         checkpoint_bytes=sizes.checkpoint_bytes,
         seconds=time.perf_counter() - started,
-        peak_host_bytes=peak_host_bytes(),
+        peak_host_bytes=peak_rss(),
         versions=versions(),
         hardware=hardware(),
         **figures,

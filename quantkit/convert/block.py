@@ -1,0 +1,123 @@
+"""Quantize one decoder block: what is known about its inputs, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.algorithms import Scales, Solution
+from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
+from quantkit.algorithms.rtn import rtn
+from quantkit.convert.plan import Plan, Target
+from quantkit.convert.report import LayerReport
+from quantkit.convert.verify import decision_sha256
+from quantkit.core.affine import SMALLEST_SCALE
+from quantkit.core.kvscheme import LayerScales
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError
+
+
+@dataclass
+class InputGroup:
+    """Linears of a block that read one tensor (names inside the block), and what is known about that tensor.
+
+    hessian: float64 [in, in], the mean of x xᵀ over ``tokens``; None without data. ``dropped`` tokens were not finite.
+    """
+
+    names: tuple[str, ...]
+    hessian: Tensor | None = None
+    tokens: int = 0
+    dropped: int = 0
+
+
+@dataclass
+class BlockResult:
+    """Everything that checkpoint, verification and report need of one block."""
+
+    parts: dict[str, Tensor] = field(default_factory=dict)  # by stored name
+    decisions: dict[str, str] = field(default_factory=dict)  # module name -> decision_sha256
+    layers: list[LayerReport] = field(default_factory=list)
+    kv: dict[str, LayerScales] = field(default_factory=dict)  # by attention module
+    notes: list[str] = field(default_factory=list)  # end in the report, the JSON and the manifest
+
+
+def quantize_block(
+    plan: Plan, prefix: str, block: nn.Module, groups: Sequence[InputGroup], result: BlockResult
+) -> None:
+    """Quantize the linears of ``block`` (called ``prefix`` in the model) that the plan names, and fill ``result``.
+
+    The block's weights are replaced by what an engine will compute with. Linears of one group and one scheme are solved
+    together; each scheme of a group is solved on the same Hessian.
+    """
+    for group in groups:
+        by_scheme: dict[Scheme, list[str]] = {}
+        for name in group.names:
+            target = plan.targets.get(f"{prefix}.{name}")
+            if target is not None:
+                by_scheme.setdefault(target.scheme, []).append(name)
+        for scheme, names in by_scheme.items():
+            _quantize(plan, prefix, block, names, scheme, group, result)
+
+
+def _quantize(
+    plan: Plan, prefix: str, block: nn.Module, names: list[str], scheme: Scheme, group: InputGroup, result: BlockResult
+) -> None:
+    """Linears with one input and one scheme, stacked along their rows."""
+    targets = [plan.targets[f"{prefix}.{name}"] for name in names]
+    linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
+    try:
+        solution = _solve(plan, torch.cat([linear.weight for linear in linears]), scheme, group.hessian)
+    except NumericsError as error:
+        raise NumericsError(f"{targets[0].name}: {error}") from error
+    for target, linear, q in zip(targets, linears, _rows(solution.quantized, targets), strict=True):
+        dequantized = q.dequantize()
+        result.layers.append(_report(target, linear.weight, q, dequantized, group, solution))
+        result.decisions[target.name] = decision_sha256(q)
+        result.parts.update({f"{target.name}.{part}": value for part, value in plan.format.encode(q).items()})
+        linear.weight = nn.Parameter(dequantized, requires_grad=False)
+
+
+def _solve(plan: Plan, weight: Tensor, scheme: Scheme, hessian: Tensor | None) -> Solution:
+    o = plan.options
+    scales: Scales = "minmax" if o.scales == "minmax" else "search"
+    if o.method == "gptq" and hessian is not None:
+        return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales))
+    # without the statistics, also when the KV cache brought some: rtn is data-free
+    return rtn(weight, scheme, scales)
+
+
+def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:
+    """The stacked result, one linear at a time."""
+    found, start = [], 0
+    for target in targets:
+        rows = slice(start, start + target.out_features)
+        zeros = None if q.zeros is None else q.zeros[rows]
+        found.append(QuantTensor(q.codes[rows], q.scales[rows], zeros, q.scheme))
+        start += target.out_features
+    return found
+
+
+def _report(
+    target: Target, weight: Tensor, q: QuantTensor, dequantized: Tensor, group: InputGroup, solution: Solution
+) -> LayerReport:
+    output = None
+    if group.hessian is not None:
+        loss, energy = proxy_loss(weight, dequantized, group.hessian)
+        output = (max(loss, 0.0) / max(energy, 1e-30)) ** 0.5
+    return LayerReport(
+        name=target.name,
+        scheme=q.scheme.describe(),
+        relative_weight_error=float((weight - dequantized).norm() / weight.norm().clamp(min=1e-30)),
+        relative_output_error=output,
+        weights=q.codes.numel(),
+        bits=q.bits_stored,
+        damping=solution.damping,
+        fallback=solution.fallback,
+        raised_scales=int((q.scales.float() <= SMALLEST_SCALE).sum()),
+        tokens=group.tokens,
+        dropped_tokens=group.dropped,
+    )
