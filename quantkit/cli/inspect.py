@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import click
 
 from quantkit.cli.main import print_json
-from quantkit.errors import RequestError
 
 
 @click.command()
 @click.argument("source")
-@click.option("--check", is_flag=True, hidden=True)
+@click.option("--check", is_flag=True, help="Prove stepping and scaling folds on a small random twin.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(source: str, check: bool, as_json: bool) -> None:
-    """Show what quantkit finds in SOURCE: architecture, decoder blocks, linears, sizes. Reads headers only."""
+    """Show what quantkit finds in SOURCE: architecture, decoder blocks, linears, sizes. Reads headers only;
+    --check also builds a small random model of the same architecture and proves on it what a conversion relies on."""
     from quantkit.checkpoint.source import open_source
 
-    if check:
-        raise RequestError("--check: this capability has not landed yet. Leave the option out.")
     opened = open_source(source)
     data = _structure(opened) if opened.quantization() is None else _quantized(opened)
+    proof = None
+    if check:
+        from quantkit.model.check import check_model
+
+        proof = check_model(opened.config)
     if as_json:
-        print_json(data)
+        print_json(data if proof is None else {**data, "check": proof.to_json()})
         return
     click.echo(f"{opened.path}")
     for key, value in data.items():
@@ -38,6 +42,35 @@ def command(source: str, check: bool, as_json: bool) -> None:
                 if isinstance(value, int)
                 else f"  {key.replace('_', ' '):<18} {value}"
             )
+    if proof is not None:
+        click.echo("\n".join(_check_lines(proof)))
+
+
+def _check_lines(check: Any) -> list[str]:
+    """The proof for people: one section for each kind of block, like modules (experts) counted."""
+    from quantkit.model.folds import short_names
+
+    stepping = "equals the model's own forward bit for bit"
+    if not check.exact:
+        stepping = f"differs from the model's own forward by {check.difference:.1e} (relative)"
+    lines = [
+        f"  check on a random twin of {check.blocks} blocks, {check.parameters / 1e6:.1f} M weights",
+        f"  stepping  {stepping}",
+    ]
+    for kind in check.kinds:
+        lines.append(f"  {kind.module}, twin's blocks {', '.join(map(str, kind.blocks))}")
+        lines += [f"    one input {names}" for names in _counted(", ".join(short_names(g)) for g in kind.groups)]
+        lines += [f"    fold      {text}" for text in _counted(fold.describe() for fold in kind.folds.accepted)]
+        refused = (f"{short_names([r.producer])[0]}: {r.reason}" for r in kind.folds.refused)
+        lines += [f"    refused   {text}" for text in _counted(refused)]
+    return lines
+
+
+def _counted(texts: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for text in texts:
+        counts[text] = counts.get(text, 0) + 1
+    return [text if count == 1 else f"{text}  ({count} x)" for text, count in counts.items()]
 
 
 def _structure(source: Any) -> dict[str, Any]:
