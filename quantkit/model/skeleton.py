@@ -32,6 +32,14 @@ class Blocks:
         return f"{self.prefix}.{index}"
 
 
+# Keys of config.json that say how weights are stored or run, not what the model is. Without a word on attention
+# transformers takes torch's where the architecture allows it (not with soft caps or sinks: gemma2, gpt_oss).
+NOT_STRUCTURE = (
+    "quantization_config", "dtype", "torch_dtype", "transformers_version",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+)  # fmt: skip
+
+
 def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
     """The transformers model of a config, parameters on the meta device, buffers (rotary tables, scales) real, eval mode.
 
@@ -40,11 +48,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    data = {
-        k: v
-        for k, v in config.items()
-        if k not in ("quantization_config", "dtype", "torch_dtype", "transformers_version")
-    }
+    data = {k: v for k, v in config.items() if k not in NOT_STRUCTURE}
     kind = data.pop("model_type", None)
     if kind is None:
         raise UnsupportedModel(
@@ -66,7 +70,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         ) from None
     try:
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     except (ArithmeticError, AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise UnsupportedModel(f"config.json of this {kind} makes no model ({error!r}). Download it again.") from error
     except ValueError as error:

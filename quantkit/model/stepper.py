@@ -50,12 +50,28 @@ def _forwards(modules: Sequence[nn.Module], stand_ins: Sequence[Callable[..., An
             del module.forward
 
 
+class _NotUnderstood(Exception):
+    """The model did not hand a block's stand-in result on to the next block."""
+
+
+# What a block may return: the hidden state, or a tuple that starts with it (falcon). Which one is seen by trying.
+RETURNS: tuple[Callable[[Tensor], Any], ...] = (lambda hidden: hidden, lambda hidden: (hidden, None))
+
+
 @torch.no_grad()
 def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
     """Run the model's own forward with recording blocks. Blocks may be on meta; what comes before them must be loaded.
 
-    input_ids: int64 [batch, tokens]. Raises UnsupportedModel if a block does not take the hidden state first.
+    input_ids: int64 [batch, tokens]. Raises UnsupportedModel if a block does not take the hidden state first, or if the
+    model does anything between its blocks but hand the hidden state on.
     """
+    for returns in RETURNS:
+        with contextlib.suppress(_NotUnderstood):
+            return _record(model, blocks, input_ids, returns)
+    raise UnsupportedModel(f"{blocks.prefix}: blocks that return neither a hidden state nor a tuple are not supported.")
+
+
+def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callable[[Tensor], Any]) -> Recording:
     calls: list[Call] = []
     first: list[Tensor] = []
 
@@ -66,13 +82,19 @@ def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
             elif isinstance(kwargs.get("hidden_states"), Tensor):
                 hidden, rest = kwargs.pop("hidden_states"), args
             else:
-                raise UnsupportedModel(f"{blocks.name(index)}: its first argument is not the hidden state.")
+                raise (
+                    _NotUnderstood
+                    if index
+                    else UnsupportedModel(f"{blocks.name(index)}: its first argument is not the hidden state.")
+                )
             if index == 0:
                 first.append(hidden)
+            else:
+                _check_handed_on(hidden, first[0], blocks.name(index))
             calls.append(Call(rest, kwargs))
             if index == len(blocks) - 1:
                 raise _Stop
-            return hidden
+            return returns(hidden)
 
         return forward
 
@@ -83,6 +105,16 @@ def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
             f"{blocks.prefix}: the model ran {len(calls)} of its {len(blocks)} blocks once, in order: unsupported."
         )
     return Recording(first[0], calls)
+
+
+def _check_handed_on(received: Any, returned: Tensor, name: str) -> None:
+    """Raises _NotUnderstood for something other than a hidden state, UnsupportedModel for another one."""
+    if not isinstance(received, Tensor) or received.shape != returned.shape:
+        raise _NotUnderstood
+    if received.data_ptr() != returned.data_ptr():
+        raise UnsupportedModel(
+            f"{name}: the model changes the hidden state between its blocks; stepping it block by block is not supported."
+        )
 
 
 @torch.no_grad()
@@ -98,13 +130,26 @@ def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
 @torch.no_grad()
 def run_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
     """What follows the blocks (final norm, head, soft caps), by the model's own forward: final hidden state -> logits."""
+    # With a single block no other one can complain: a tuple that the model wanted shows as a missing dimension.
+    wrong = (_NotUnderstood,) if len(blocks) > 1 else (_NotUnderstood, IndexError)
+    for returns in RETURNS:
+        result = returns(hidden)
 
-    def stand_in(*args: Any, **kwargs: Any) -> Tensor:
-        return hidden
+        def first(*args: Any, _result: Any = result, **kwargs: Any) -> Any:
+            return _result
 
-    with _forwards(list(blocks.modules), [stand_in] * len(blocks)):
-        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
-    return logits
+        def later(state: Any = None, *args: Any, _result: Any = result, **kwargs: Any) -> Any:
+            _check_handed_on(kwargs.get("hidden_states", state), hidden, blocks.prefix)
+            return _result
+
+        with (
+            _forwards(list(blocks.modules), [first, *[later] * (len(blocks) - 1)]),
+            contextlib.suppress(*wrong),
+        ):
+            logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+            if logits.shape[:-1] == input_ids.shape:
+                return logits
+    raise UnsupportedModel(f"{blocks.prefix}: blocks that return neither a hidden state nor a tuple are not supported.")
 
 
 def same_call(a: Call, b: Call) -> bool:

@@ -7,29 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import DENSE, tiny_config, tiny_model
 from torch import nn
 
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.errors import NumericsError, SourceError, UnsupportedModel
 from quantkit.model.skeleton import Weights, block_linears, build_skeleton, find_blocks
 from quantkit.model.stepper import input_groups, record, run_block, run_tail, same_call
-
-COMMON = dict(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=100, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": dict(head_dim=8),
-    "mistral": dict(sliding_window=8),
-    "gemma3_text": dict(
-        head_dim=8, sliding_window=4, query_pre_attn_scalar=8,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
-    "phi3": {},
-    "opt": dict(ffn_dim=64, word_embed_proj_dim=32),
-}  # fmt: skip
 
 
 class InMemory:
@@ -59,15 +43,11 @@ class InMemory:
 
 
 def build(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(kind, **{**COMMON, **ARCHITECTURES[kind]})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    return model, config.to_dict()
+    model = tiny_model(kind)
+    return model, model.config.to_dict()
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", DENSE)
 def test_stepping_blocks_equals_native_forward(kind: str) -> None:
     model, config = build(kind)
     ids = torch.randint(3, 100, (2, 17), generator=torch.Generator().manual_seed(1))
@@ -91,18 +71,63 @@ def test_stepping_blocks_equals_native_forward(kind: str) -> None:
     assert torch.equal(run_tail(skeleton, blocks, ids, hidden), expected)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", DENSE)
 def test_linears_that_read_one_tensor_are_found_by_running(kind: str) -> None:
     model, _ = build(kind)
     blocks = find_blocks(model)
     recording = record(model, blocks, torch.tensor([[3, 4, 5]]))
     groups = input_groups(blocks.modules[0], recording.hidden, recording.calls[0])
     names = [tuple(name.rpartition(".")[2] for name in group) for group in groups]
+    parallel = [("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj",), ("down_proj",)]
+    fused = [("query_key_value",), ("dense",), ("dense_h_to_4h",), ("dense_4h_to_h",)]
     expected = {
         "phi3": [("qkv_proj",), ("o_proj",), ("gate_up_proj",), ("down_proj",)],
         "opt": [("q_proj", "k_proj", "v_proj"), ("out_proj",), ("fc1",), ("fc2",)],
+        "cohere": parallel,
+        "cohere2": parallel,
+        "starcoder2": [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("c_fc",), ("c_proj",)],
+        "gpt_neox": fused,
+        "falcon": [("query_key_value", "dense_h_to_4h"), ("dense",), ("dense_4h_to_h",)],
+        "falcon-new": fused,
+        "falcon-alibi": fused,
     }.get(kind, [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)])
     assert names == expected
+
+
+def test_a_model_that_works_between_its_blocks_is_refused() -> None:
+    model, _ = build("llama")
+    blocks = find_blocks(model)
+    halve = nn.Module()
+    halve.forward = lambda hidden, **kwargs: hidden / 2  # type: ignore[method-assign]
+    inner = model.model.layers  # type: ignore[union-attr]
+
+    class Between(nn.ModuleList):
+        """Iterates as a model that scales the hidden state after each of its blocks."""
+
+        def __iter__(self) -> Any:
+            for block in list(self._modules.values()):
+                yield block
+                yield halve
+
+        def __getitem__(self, index: Any) -> Any:
+            return [*self][index]
+
+    model.config.num_hidden_layers = 5
+    model.model.layers = Between(list(inner))  # type: ignore[union-attr]
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(UnsupportedModel, match="between its blocks"):
+        record(model, blocks, ids)
+    with pytest.raises(UnsupportedModel, match="between its blocks"):
+        run_tail(model, blocks, ids, torch.zeros(1, 3, 32))
+
+
+def test_a_tail_follows_a_single_block_that_returns_a_tuple() -> None:
+    model = tiny_model("falcon", num_hidden_layers=1)
+    blocks, ids = find_blocks(model), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    recording = record(model, blocks, ids)
+    hidden = run_block(blocks.modules[0], recording.hidden, recording.calls[0])
+    with torch.no_grad():
+        assert torch.equal(run_tail(model, blocks, ids, hidden), model(input_ids=ids, use_cache=False).logits)
 
 
 def test_layers_of_different_kinds_get_different_masks() -> None:
@@ -173,7 +198,7 @@ def test_what_does_not_fit_is_refused_by_name(config: dict[str, Any], message: s
 
 
 def test_fused_experts_and_conv1d_are_refused_by_name() -> None:
-    moe = dict(COMMON, model_type="mixtral", num_local_experts=2)
+    moe = tiny_config("mixtral")
     with pytest.raises(UnsupportedModel, match=r"mixtral: model\.layers\.0\..*not supported yet"):
         find_blocks(build_skeleton(moe))
     gpt2 = dict(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=16)
