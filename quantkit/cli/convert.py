@@ -47,6 +47,13 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     "--sym/--asym", "symmetric", default=False, show_default="asym", help="Fixed zero point, or one per group."
 )
 @click.option(
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="GLOB=SETTINGS",
+    help="Other settings for some modules: '*.down_proj=bits:8,group:64', 'lm_head=bits:8', '*.v_proj=keep'. Repeatable; first match wins.",
+)
+@click.option(
     "--scales",
     default="search",
     show_default=True,
@@ -87,7 +94,6 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto or cpu.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("--rule", multiple=True, hidden=True)
 @click.option("--preset", hidden=True)
 @click.option("--resume", is_flag=True, hidden=True)
 @click.option("--work-dir", hidden=True)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import algorithms
+from quantkit.convert.rules import parse_rules
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 
 # Options of the command line whose capability has not landed: refused by name, never ignored.
-NOT_LANDED = ("rule", "preset", "resume", "work_dir", "kv_budget", "activations", "target_bpw", "target_size")
+NOT_LANDED = ("preset", "resume", "work_dir", "kv_budget", "activations", "target_bpw", "target_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class ConvertOptions:
     symmetric: bool = False
     scales: str = "search"
     scale_dtype: str = "float16"
+    rules: tuple[str, ...] = ()  # quantkit.convert.rules
     format: str = "compressed-tensors"
     kv_bits: int = 16
     calibration: str = "wikipedia-sample"
@@ -50,7 +52,10 @@ class ConvertOptions:
             object.__setattr__(self, "group_size", None)
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"--seed {self.seed}: a whole number from 0 to 2**63 - 1.")
+        if isinstance(self.rules, list):
+            object.__setattr__(self, "rules", tuple(self.rules))
         self.scheme  # noqa: B018  (validates bits, group size and scale dtype)
+        parse_rules(self.rules, self.scheme)
         writer_format(self.format)
         if self.scales not in ("search", "minmax"):
             raise RequestError(f"--scales {self.scales}: choose 'search' or 'minmax'.")
@@ -84,6 +89,7 @@ class ConvertOptions:
     def for_manifest(self) -> dict[str, Any]:
         """What decides the bytes of the result (where it is written does not)."""
         data = asdict(self)
+        data["rules"] = list(self.rules)
         # source and text are identified by their hashes: a path would change the bytes and tell where they lay
         for key in ("source", "calibration", "out", "overwrite", "strict_groups", "device"):
             data.pop(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,23 +15,11 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import check_output
 from quantkit.convert.memory import Prediction, Sizes, predict
 from quantkit.convert.options import ConvertOptions
-from quantkit.core.scheme import Scheme
+from quantkit.convert.targets import Target as Target
+from quantkit.convert.targets import choose_targets, second_copy
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
-
-COMMON_GROUPS = (None, 32, 64, 128, 256)  # sizes that the engines' kernels know
-
-
-@dataclass(frozen=True)
-class Target:
-    """One linear to quantize. ``name`` is its module name in the checkpoint."""
-
-    name: str
-    parameter: str
-    out_features: int
-    in_features: int
-    scheme: Scheme
 
 
 @dataclass
@@ -46,19 +34,27 @@ class Plan:
     weights: Weights
     tokenizer: Any
     windows: Windows | None
-    targets: dict[str, Target]  # by parameter name of the module, e.g. "model.layers.0.mlp.up_proj"
+    targets: dict[
+        str, Target
+    ]  # by parameter name of the module, e.g. "model.layers.0.mlp.up_proj"; head and embeddings too
     plain: list[str]  # stored tensors copied unchanged
     problems: list[str]
     warnings: list[str]
     prediction: Prediction
 
     def layout(self) -> Layout:
+        names = self.weights.names
         dense = [
-            name
+            names[f"{name}.weight"].removesuffix(".weight") if f"{name}.weight" not in self.weights.tied else name
             for name, module in self.model.named_modules()
             if isinstance(module, nn.Linear) and name not in self.targets
         ]
-        return Layout({t.name: t.scheme for t in self.targets.values()}, dense)
+        outside = [t.name for t in self.outside()]
+        return Layout({t.name: t.scheme for t in self.targets.values()}, dense, outside)
+
+    def outside(self) -> list[Target]:
+        """Head and embeddings that are quantized."""
+        return [target for target in self.targets.values() if target.kind != "linear"]
 
     def raise_problems(self) -> None:
         """Raises QuantkitError that lists every problem at once."""
@@ -86,10 +82,9 @@ def make_plan(options: ConvertOptions) -> Plan:
     )  # after the skeleton: it reads config.json too, and would blame the tokenizer for it
     form = writer_format(options.format)
 
-    problems: list[str] = []
-    warnings: list[str] = []
-    targets = _targets(options, form, blocks, weights, problems, warnings)
-    packed = {f"{t.name}.weight" for t in targets.values()}
+    chosen = choose_targets(options, form, blocks, weights)
+    targets, problems, warnings = chosen.chosen, chosen.problems, chosen.warnings
+    packed = {f"{t.name}.weight" for t in targets.values()} | {second_copy(weights, t) for t in targets.values()}
     plain = [name for name in source.names() if name not in packed]
     windows = _windows(options, tokenizer, model, problems)
     prediction = predict(_sizes(options, source, blocks, weights, targets, plain, windows))
@@ -119,58 +114,6 @@ def _refuse_quantized(source: Source) -> None:
             f"{source.path}: is already quantized ({config.get('quant_method')}). Quantizing it again would add loss to loss; "
             "repacking it to another format has not landed yet. Give the 16-bit original."
         )
-
-
-def _targets(
-    options: ConvertOptions, form: Format, blocks: Blocks, weights: Weights, problems: list[str], warnings: list[str]
-) -> dict[str, Target]:
-    targets: dict[str, Target] = {}
-    adapted: dict[tuple[int, int | None], int] = {}
-    for index, block in enumerate(blocks.modules):
-        for local, linear in block_linears(block).items():
-            module = f"{blocks.name(index)}.{local}"
-            scheme = replace(options.scheme, group_size=form.group_size_for(options.scheme, linear.in_features))
-            if scheme != options.scheme:
-                adapted[linear.in_features, scheme.group_size] = (
-                    adapted.get((linear.in_features, scheme.group_size), 0) + 1
-                )
-            stored = weights.names[f"{module}.weight"]
-            reason = form.supports(scheme, linear.out_features, linear.in_features)
-            if reason:
-                problems.append(f"{module}: {form.name} cannot hold {scheme.describe()}: {reason}")
-            targets[module] = Target(
-                stored.removesuffix(".weight"), f"{module}.weight", linear.out_features, linear.in_features, scheme
-            )
-    problems[:] = _collapse(problems)
-    for (width, size), count in sorted(adapted.items(), key=str):
-        name = "one scale per channel" if size is None else f"groups of {size}"
-        text = f"{width} inputs are no multiple of {options.group_size}: {name} for {count} of {len(targets)} linears"
-        if options.strict_groups:
-            problems.append(
-                f"{text}; --strict-groups forbids it. Choose a --group-size that divides, or --format native."
-            )
-        else:
-            warnings.append(f"{text} ({form.name} has no short groups; native has)")
-    ragged = sum(1 for t in targets.values() if t.scheme.group_size and t.in_features % t.scheme.group_size)
-    if ragged:
-        warnings.append(f"{ragged} of {len(targets)} linears end in a short group (only quantkit reads those)")
-    if options.group_size not in COMMON_GROUPS:
-        warnings.append(
-            f"groups of {options.group_size}: the kernels of vLLM, SGLang and others know 32, 64, 128 and per channel"
-        )
-    return targets
-
-
-def _collapse(problems: list[str]) -> list[str]:
-    """Many layers with one reason become one line that counts them."""
-    by_reason: dict[str, list[str]] = {}
-    for problem in problems:
-        layer, _, reason = problem.partition(": ")
-        by_reason.setdefault(reason, []).append(layer)
-    return [
-        f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}: {reason}"
-        for reason, layers in by_reason.items()
-    ]
 
 
 def _windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:

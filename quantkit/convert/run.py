@@ -19,6 +19,7 @@ from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.folder import write_beside
 from quantkit.convert.memory import BATCH_TOKENS
 from quantkit.convert.options import ConvertOptions
+from quantkit.convert.outside import quantize_outside
 from quantkit.convert.plan import Plan, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport
 from quantkit.convert.verify import verify_folder, verify_kv
@@ -122,6 +123,7 @@ class _Conversion:
         """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
         plan, total = self.plan, len(self.plan.blocks)
         self.listen(Progress("copy", total, total, self._last_error()))
+        self._quantize_outside()
         self._copy_plain()
         write_beside(
             plan.source,
@@ -137,7 +139,10 @@ class _Conversion:
 
     def _finish_block(self, index: int, result: BlockResult) -> None:
         """Write what became of a block, and keep what report and verification need of it."""
-        self.writer.add_part(f"block-{index:04d}", result.parts)
+        self._write(f"block-{index:04d}", result)
+
+    def _write(self, part: str, result: BlockResult) -> None:
+        self.writer.add_part(part, result.parts)
         self.decisions.update(result.decisions)
         self.kv.update(result.kv)
         self.report.layers += result.layers
@@ -198,6 +203,13 @@ class _Conversion:
             h = hessians.pop(0)
             groups.append(InputGroup(group, h.result(f"{prefix}.{group[0]}"), h.tokens, h.dropped))
         return groups
+
+    def _quantize_outside(self) -> None:
+        """Head and embeddings that a rule names, one at a time."""
+        for i, target in enumerate(self.plan.outside()):
+            result = BlockResult()
+            quantize_outside(self.plan, target, result)
+            self._write(f"outside-{i}", result)
 
     def _copy_plain(self) -> None:
         """What is not quantized, unchanged, one tensor at a time; small ones share a part."""

@@ -22,6 +22,7 @@ class Layout:
 
     modules: Mapping[str, Scheme]  # quantized linears, by module name
     dense: Sequence[str] = field(default=())  # linears left at 16 bit, by module name
+    outside: Sequence[str] = field(default=())  # which of ``modules`` are head or embeddings
 
 
 class Format(Protocol):
@@ -30,6 +31,7 @@ class Format(Protocol):
     name: str
     summary: str
     stem: str  # what the weight files are called, see checkpoint.source.STEMS
+    outside: tuple[str, ...]  # quantized weights it holds besides the blocks' linears: "head", "embedding", "tied"
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:

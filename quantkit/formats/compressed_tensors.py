@@ -33,6 +33,7 @@ class CompressedTensors:
     name = "compressed-tensors"
     summary = "pack-quantized int4/int8 for vLLM, SGLang, transformers, lmdeploy"
     stem = "model"
+    outside: tuple[str, ...] = ()
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
@@ -86,7 +87,7 @@ class CompressedTensors:
             by_scheme.setdefault(scheme, []).append(module)
         # One scheme for every linear is written as the class name, which every reader knows; fused readers (vLLM)
         # match lists of exact names for mixed schemes.
-        single = len(by_scheme) == 1
+        single = len(by_scheme) == 1 and not layout.outside  # head and embeddings are no class 'Linear' to vLLM
         groups = {
             f"group_{i}": {
                 "targets": ["Linear"] if single else modules,

@@ -33,6 +33,7 @@ class Native:
     name = "native"
     summary = "quantkit's own: 2 to 8 bits, any group size, short last groups"
     stem = "quantkit"
+    outside: tuple[str, ...] = ()
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:

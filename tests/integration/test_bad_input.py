@@ -47,7 +47,6 @@ def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None
         (["--method", "magic"], 2, ["magic", "no such method"]),
         (["--format", "gguf"], 2, ["gguf", "not landed yet"]),
         (["--kv-bits", "5"], 2, ["--kv-bits 5", "16"]),
-        (["--rule", "*=bits:8"], 2, ["--rule", "not landed yet"]),
         (["--preset", "best"], 2, ["--preset", "not landed yet"]),
         (["--resume"], 2, ["--resume", "not landed yet"]),
         (["--colour", "red"], 2, ["--colour"]),

@@ -1,0 +1,190 @@
+"""Which weights are quantized, and how: the options' scheme, the rules, what the format can hold. Problems are collected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from quantkit.convert.options import ConvertOptions
+from quantkit.convert.rules import choose_schemes, parse_rules, split_siblings
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RequestError
+from quantkit.formats import Format
+from quantkit.model.skeleton import Blocks, Weights, block_linears
+
+COMMON_GROUPS = (None, 32, 64, 128, 256)  # sizes that the engines' kernels know
+
+# Weights outside the blocks. "tied": one matrix that is embedding and head at once.
+OUTSIDE = ("head", "embedding", "tied")
+_SAID = {
+    "head": "a quantized head",
+    "embedding": "quantized embeddings",
+    "tied": "a quantized matrix that serves as embedding and head",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One weight to quantize. ``name`` is its module name in the checkpoint; kind: "linear" or one of ``OUTSIDE``."""
+
+    name: str
+    parameter: str
+    out_features: int
+    in_features: int
+    scheme: Scheme
+    kind: str = "linear"
+
+
+@dataclass
+class Targets:
+    """By module name of the skeleton, e.g. ``model.layers.0.mlp.up_proj``. kept: linears that a rule leaves at 16 bit."""
+
+    chosen: dict[str, Target] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weights: Weights) -> Targets:
+    """Every weight's scheme. Raises RequestError for a rule that cannot be (syntax, no match)."""
+    rules = parse_rules(options.rules, options.scheme)
+    modules = {
+        f"{blocks.name(index)}.{local}": linear
+        for index, block in enumerate(blocks.modules)
+        for local, linear in block_linears(block).items()
+    }
+    names = {module: _stored(weights, module) for module in modules}
+    outside = _outside(weights)
+    choice = choose_schemes(
+        rules, options.scheme, list(names.values()), [name for kind in outside for name in kind.names]
+    )
+    found = Targets(warnings=list(choice.warnings))
+    adapted: dict[tuple[int, int | None, int | None], int] = {}
+    wanted: list[tuple[str, str, Any, str, Scheme | None]] = [
+        (module, names[module], linear, "linear", choice.schemes[names[module]]) for module, linear in modules.items()
+    ]
+    for one in outside:
+        wanted.append((one.module, one.stored, one.owner, one.kind, one.choose(choice.schemes)))
+    for module, stored, owner, kind, scheme in wanted:
+        if scheme is None:
+            if kind == "linear":
+                found.kept.append(stored)
+            continue
+        out_features, in_features = owner.weight.shape
+        fitted = replace(scheme, group_size=form.group_size_for(scheme, in_features))
+        if fitted != scheme:
+            key = (in_features, scheme.group_size, fitted.group_size)
+            adapted[key] = adapted.get(key, 0) + 1
+        target = Target(stored, f"{module}.weight", out_features, in_features, fitted, kind)
+        found.chosen[module] = target
+        if kind != "linear" and kind not in form.outside:
+            found.problems.append(
+                f"{stored}: {form.name} cannot hold {_SAID[kind]}: no engine reads that from it. "
+                "Use --format native, or drop the rule."
+            )
+            continue
+        reason = form.supports(fitted, out_features, in_features)
+        if reason:
+            found.problems.append(f"{stored}: {form.name} cannot hold {fitted.describe()}: {reason}")
+    found.problems[:] = _collapse(found.problems)
+    if not found.chosen:
+        raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
+    _say_adapted(options, form, adapted, found)
+    _say_split(form, choice.schemes, found)
+    return found
+
+
+def _stored(weights: Weights, module: str) -> str:
+    return weights.names[f"{module}.weight"].removesuffix(".weight")
+
+
+@dataclass(frozen=True)
+class _Outside:
+    """One matrix outside the blocks. names: what rules may call it; a tied one has two."""
+
+    module: str
+    stored: str
+    owner: Any
+    kind: str
+    names: tuple[str, ...]
+
+    def choose(self, schemes: Any) -> Scheme | None:
+        """The pair's one scheme. Raises RequestError if rules give its two names different ones."""
+        said = {schemes[name] for name in self.names} - {None}
+        if len(said) > 1:
+            raise RequestError(
+                f"{' and '.join(self.names)} are one matrix (tied) and get two schemes from the rules: "
+                f"{', '.join(sorted(scheme.describe() for scheme in said))}. Give both one rule."
+            )
+        return next(iter(said), None)
+
+
+def _outside(weights: Weights) -> list[_Outside]:
+    """Embedding and head, as one if they are tied."""
+    model: Any = weights.model
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    places = {id(module): name for name, module in model.named_modules()}
+    found = []
+    tied = bool(weights.tied)
+    if isinstance(embed, nn.Embedding):
+        module = places[id(embed)]
+        names = (_stored(weights, module), *((places[id(head)],) if tied else ()))
+        found.append(_Outside(module, names[0], embed, "tied" if tied else "embedding", names))
+    if isinstance(head, nn.Linear) and not tied:
+        module = places[id(head)]
+        found.append(_Outside(module, _stored(weights, module), head, "head", (_stored(weights, module),)))
+    return found
+
+
+def _say_adapted(
+    options: ConvertOptions, form: Format, adapted: dict[tuple[int, int | None, int | None], int], found: Targets
+) -> None:
+    for (width, asked, size), count in sorted(adapted.items(), key=str):
+        name = "one scale per channel" if size is None else f"groups of {size}"
+        text = f"{width} inputs are no multiple of {asked}: {name} for {count} of {len(found.chosen)} linears"
+        if options.strict_groups:
+            found.problems.append(
+                f"{text}; --strict-groups forbids it. Choose a --group-size that divides, or --format native."
+            )
+        else:
+            found.warnings.append(f"{text} ({form.name} has no short groups; native has)")
+    ragged = sum(1 for t in found.chosen.values() if t.scheme.group_size and t.in_features % t.scheme.group_size)
+    if ragged:
+        found.warnings.append(
+            f"{ragged} of {len(found.chosen)} linears end in a short group (only quantkit reads those)"
+        )
+    for size in sorted({t.scheme.group_size for t in found.chosen.values()} - set(COMMON_GROUPS), key=str):
+        found.warnings.append(
+            f"groups of {size}: the kernels of vLLM, SGLang and others know 32, 64, 128 and per channel"
+        )
+
+
+def _say_split(form: Format, schemes: Any, found: Targets) -> None:
+    """Fused siblings with different schemes: a problem, but in the native format, where nothing is fused, only a note."""
+    for sentence in split_siblings(schemes):
+        if form.name == "native":
+            found.warnings.append(f"{sentence} (quantkit's own format and engine take them as they are)")
+        else:
+            found.problems.append(sentence)
+
+
+def _collapse(problems: list[str]) -> list[str]:
+    """Many layers with one reason become one line that counts them."""
+    by_reason: dict[str, list[str]] = {}
+    for problem in problems:
+        layer, _, reason = problem.partition(": ")
+        by_reason.setdefault(reason, []).append(layer)
+    return [
+        f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}: {reason}"
+        for reason, layers in by_reason.items()
+    ]
+
+
+def second_copy(weights: Weights, target: Target) -> str | None:
+    """The head's own tensor, where a file stores a tied matrix twice: it is not copied, the packed one serves both."""
+    if target.kind != "tied":
+        return None
+    heads = [weights.names[twin] for twin, first in weights.tied.items() if first == target.parameter]
+    return next((stored for stored in heads if stored != weights.names[target.parameter]), None)
