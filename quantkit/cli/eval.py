@@ -39,6 +39,11 @@ from quantkit.errors import RequestError
     "--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.  [default: float32; with --runtime: the runtime's]"
 )
 @click.option("--runtime", is_flag=True, help="Measure the packed kernels instead of dequantized weights.")
+@click.option(
+    "--stream/--no-stream",
+    default=None,
+    help="One decoder block in memory at a time; same figures.  [default: only for models that do not fit]",
+)
 @click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--html", hidden=True)

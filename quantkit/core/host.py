@@ -1,10 +1,12 @@
-"""This process's memory, as the operating system counts it."""
+"""Memory, this process's and the machine's, as the operating system counts it."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 import sys
+from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -41,3 +43,16 @@ def map_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, within the limit of this process's control group where there is one."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    info = Path("/proc/meminfo")
+    if info.exists():
+        lines = dict(line.split(":", 1) for line in info.read_text(encoding="ascii").splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text(encoding="ascii").strip()) != "max":
+        free = min(free, max(0, int(most) - int(used.read_text(encoding="ascii"))))
+    return free

@@ -37,13 +37,14 @@ class Baseline:
     """An original, reduced to what the comparison needs.
 
     model: its head is used, its blocks may be gone. states: ``[windows, scored, hidden]`` in the original's dtype on
-    the host. windows: the tokens that made them. name: for reports.
+    the host. windows: the tokens that made them. name: for reports. streamed: its blocks never were in memory together.
     """
 
     model: LanguageModel
     states: Tensor
     windows: Windows
     name: str
+    streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def record_baseline(
     for window in range(windows.count):
         hidden = scored_hidden(model, windows, window)
         if states is None:
-            states = _allocate((windows.count, *hidden.shape), hidden.dtype)
+            states = allocate((windows.count, *hidden.shape), hidden.dtype)
         states[window] = hidden.to(states.device)
         if progress is not None:
             progress("original", window + 1, windows.count)
@@ -157,7 +158,7 @@ def _compare_chunk(p: Tensor, q: Tensor, targets: Tensor, result: Comparison, wi
     result.kl[window, part] = torch.linalg.vecdot(p.exp_(), difference).double().cpu()
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Room for hidden states: memory when small, else a file that the system deletes with the last reference to it."""
     size = int(np.prod(shape)) * dtype.itemsize
     if size <= STATES_IN_MEMORY:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quantkit.checkpoint.source import Source
     from quantkit.checkpoint.texts import Text
     from quantkit.evaluate.divergence import Baseline
+    from quantkit.evaluate.streamed import StreamedModel
     from quantkit.runtime.load import Model
 
 
@@ -28,7 +29,8 @@ class Evaluation:
     Fields that end in ``stderr`` are standard errors over windows, None for a single window. The fields from
     ``baseline`` to ``top1_agreement_stderr`` are None without a baseline, ``bits_per_weight`` (quantized linears, scales
     and zeros counted) for a model that is not quantized. ``model_bits_per_weight`` is 8 x checkpoint tensor bytes /
-    parameters, tied ones counted once. ``tokens`` counts BOS; ``scored_tokens`` are those with a loss.
+    parameters, tied ones counted once. ``tokens`` counts BOS; ``scored_tokens`` are those with a loss. ``streamed``: one
+    decoder block was in memory at a time; the figures are the same.
     """
 
     model: str
@@ -47,12 +49,14 @@ class Evaluation:
     ids_sha256: str
     dtype: str
     runtime: bool
+    streamed: bool
     device: str
     kv_bits: int
     bits_per_weight: float | None
     model_bits_per_weight: float
     checkpoint_bytes: int
     baseline: str | None
+    baseline_streamed: bool | None
     baseline_perplexity: float | None
     baseline_stderr: float | None
     delta_ln_ppl: float | None
@@ -125,8 +129,14 @@ class Evaluation:
                 f"protocol {self.protocol}, {self.scored_tokens} of {self.tokens} tokens scored, {kernels}, {self.device}",
             ),
             ("", f"tokenizer {self.tokenizer_sha256[:12]}, token ids {self.ids_sha256[:12]}"),
+            *self._streamed(),
             ("took", f"{self.seconds:.0f} s, peak memory {self.peak_host_bytes / 1e9:.2f} GB"),
         ]
+
+    def _streamed(self) -> list[tuple[str, str]]:
+        """A line when a model did not fit into memory, or was not to."""
+        who = [name for name, yes in (("the original", self.baseline_streamed), ("the model", self.streamed)) if yes]
+        return [("", f"{' and '.join(who)}: one block in memory at a time")] if who else []
 
 
 def _pm(value: float | None, spec: str) -> str:
@@ -184,15 +194,19 @@ def prepare_baseline(
     *,
     dtype: str = "float32",
     device: str = "auto",
+    stream: bool | None = None,
     progress: Progress | None = None,
 ) -> Baseline:
     """Run an original over the windows of ``prepared`` and keep what comparisons need. Serves several ``evaluate`` calls.
+
+    stream: one block in memory at a time; None does it when the whole original would not fit.
 
     Raises RequestError when the two models do not see identical token ids.
     """
     from quantkit.checkpoint.source import open_source
     from quantkit.checkpoint.tokenizer import load_tokenizer
-    from quantkit.evaluate.divergence import record_baseline
+    from quantkit.evaluate import streamed
+    from quantkit.evaluate.divergence import Baseline, record_baseline
     from quantkit.evaluate.tokens import check_same_tokens
     from quantkit.runtime.load import load
 
@@ -202,8 +216,12 @@ def prepare_baseline(
     check_same_tokens(
         prepared.tokenizer, load_tokenizer(source), prepared.text.text, str(prepared.source.path), str(baseline)
     )
+    windows, name = prepared.windows, str(baseline)
+    if streamed.must_stream(source, dtype, device, stream):
+        passed = streamed.stream(source, windows, dtype=dtype, device=device, what="original", progress=progress)
+        return Baseline(passed, passed.scored(windows), windows, name, streamed=True)
     original = load(baseline, dequantize=True, dtype=dtype, kv_bits=16, device=device)
-    return record_baseline(original, prepared.windows, str(baseline), release=_release(original), progress=progress)
+    return record_baseline(original, windows, name, release=_release(original), progress=progress)
 
 
 def evaluate(
@@ -218,6 +236,7 @@ def evaluate(
     kv_bits: int | None = None,
     runtime: bool = False,
     device: str = "auto",
+    stream: bool | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Perplexity of a model on a text and, with a baseline, KL divergence, top-1 agreement and the paired difference.
@@ -225,7 +244,8 @@ def evaluate(
     model: any model or checkpoint that ``quantkit.load`` reads. baseline: the 16- or 32-bit original, or what
     ``prepare_baseline`` returned. data: a text as ``quantkit.checkpoint.texts.load_text`` names it. seq_len: window,
     BOS counted (default 1024, ``llama.cpp``: 512). tokens: windows x seq_len at most; None is every full window.
-    runtime: measure the packed kernels in their own dtype instead of dequantized weights in float32.
+    runtime: measure the packed kernels in their own dtype instead of dequantized weights in float32. stream: one decoder
+    block in memory at a time, same figures; None does it for a model (or baseline) that would not fit.
 
     Raises RequestError (request), SourceError (text, files), NumericsError (a loss that is not finite).
 
@@ -236,14 +256,15 @@ def evaluate(
     started = time.perf_counter()
     prepared = prepare(model, data=data, seq_len=seq_len, tokens=tokens, protocol=protocol)
     figures: dict[str, Any] = dict.fromkeys(_COMPARED)
-    original = _baseline(baseline, prepared, dtype, device, progress)
-    measured = _load(model, dtype, kv_bits, runtime, device)
+    streams = _streams(prepared, dtype, kv_bits, runtime, device, stream)
+    original = _baseline(baseline, prepared, dtype, device, stream, progress)
+    measured = _load(model, prepared, dtype, kv_bits, runtime, device, streams, progress)
     if original is None:
         losses = token_losses(measured, prepared.windows, progress)
     else:
         comparison = compare(measured, original, progress)
         losses = comparison.losses
-        figures.update(comparison.summary(), baseline=original.name)
+        figures.update(comparison.summary(), baseline=original.name, baseline_streamed=original.streamed)
         figures["baseline_perplexity"], figures["baseline_stderr"] = perplexity_of(comparison.baseline_losses)
     perplexity, stderr = perplexity_of(losses)
     if perplexity == float("inf"):
@@ -255,30 +276,66 @@ def evaluate(
 
 
 _COMPARED = (
-    "baseline", "baseline_perplexity", "baseline_stderr", "delta_ln_ppl", "delta_ln_ppl_stderr", "kl_mean", "kl_stderr",
+    "baseline", "baseline_streamed", "baseline_perplexity", "baseline_stderr", "delta_ln_ppl", "delta_ln_ppl_stderr", "kl_mean", "kl_stderr",
     "kl_median", "kl_p99", "kl_max", "top1_agreement", "top1_agreement_stderr",
 )  # fmt: skip
 
 
 def _baseline(
-    given: str | Path | Baseline | None, prepared: Prepared, dtype: str | None, device: str, progress: Progress | None
-) -> Baseline | None:
+    given: str | Path | Baseline | None, prepared: Prepared, dtype: str | None, device: str, stream: bool | None,
+    progress: Progress | None,
+) -> Baseline | None:  # fmt: skip
     from quantkit.evaluate.divergence import Baseline
 
     if given is None:
         return None
     if not isinstance(given, Baseline):
-        return prepare_baseline(given, prepared, dtype=dtype or "float32", device=device, progress=progress)
+        return prepare_baseline(
+            given, prepared, dtype=dtype or "float32", device=device, stream=stream, progress=progress
+        )
     if given.windows.digest() != prepared.windows.digest() or given.windows.first != prepared.windows.first:
         raise RequestError(f"{given.name} was run over other tokens than those of this evaluation. Prepare it again.")
     return given
 
 
-def _load(model: str | Path, dtype: str | None, kv_bits: int | None, runtime: bool, device: str) -> Model:
+def _streams(
+    prepared: Prepared, dtype: str | None, kv_bits: int | None, runtime: bool, device: str, asked: bool | None
+) -> bool:
+    """Whether the measured model is streamed. What streaming cannot do is refused by name."""
+    from quantkit.evaluate.streamed import must_stream
+    from quantkit.formats.kv_scales import read_kv_scales
+
+    if runtime:
+        if asked:
+            raise RequestError("--stream holds dequantized weights; --runtime measures packed ones. Leave one out.")
+        return False
+    if not must_stream(prepared.source, dtype or "float32", device, asked):
+        return False
+    path = prepared.source.path
+    scales = read_kv_scales(path) if kv_bits is None and path.is_dir() else None
+    bits = scales.scheme.bits if scales is not None else kv_bits or 16
+    if bits < 16:
+        why = "--stream" if asked else f"{path} does not fit into memory and is streamed block by block, which"
+        raise RequestError(
+            f"{why} does not pass through a KV cache of {bits} bits. Measure the weights with --kv-bits 16; for the cache "
+            "use --no-stream, or --runtime, which keeps the weights packed."
+        )
+    return True
+
+
+def _load(
+    model: str | Path, prepared: Prepared, dtype: str | None, kv_bits: int | None, runtime: bool, device: str,
+    streams: bool, progress: Progress | None,
+) -> Model | StreamedModel:  # fmt: skip
+    from quantkit.evaluate.streamed import stream
     from quantkit.runtime.linear import use_packed_kernels
     from quantkit.runtime.load import load
 
     chosen = dtype or ("auto" if runtime else "float32")
+    if streams:
+        return stream(
+            prepared.source, prepared.windows, dtype=chosen, device=device, what="the model", progress=progress
+        )
     loaded = load(model, dequantize=not runtime, dtype=chosen, kv_bits=kv_bits, device=device)
     if runtime:  # windows are longer than the crossover, beyond which weights would be dequantized after all
         use_packed_kernels(loaded.module)
@@ -298,11 +355,17 @@ def _release(model: Model) -> Callable[[], None]:
 
 
 def _report(
-    model: str | Path, prepared: Prepared, measured: Model, runtime: bool, figures: dict[str, Any], started: float
+    model: str | Path,
+    prepared: Prepared,
+    measured: Model | StreamedModel,
+    runtime: bool,
+    figures: dict[str, Any],
+    started: float,
 ) -> Evaluation:
     from quantkit.core.host import peak_rss
     from quantkit.evaluate.environment import hardware, versions
     from quantkit.evaluate.sizes import measure_sizes
+    from quantkit.evaluate.streamed import StreamedModel
 
     windows = prepared.windows
     sizes = measure_sizes(prepared.source)
@@ -321,6 +384,7 @@ def _report(
         ids_sha256=windows.digest(),
         dtype=str(measured.dtype).removeprefix("torch."),
         runtime=runtime,
+        streamed=isinstance(measured, StreamedModel),
         device=measured.device.type,
         kv_bits=measured.kv_bits,
         bits_per_weight=sizes.bits_per_weight,

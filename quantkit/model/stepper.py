@@ -152,6 +152,19 @@ def run_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor
     raise UnsupportedModel(f"{blocks.prefix}: blocks that return neither a hidden state nor a tuple are not supported.")
 
 
+@torch.no_grad()
+def run_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
+    """What follows the blocks but the head, by the model's own forward: the last block's output -> final hidden state."""
+
+    def stand_in(*args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+    trunk: Any = model.base_model
+    with _forwards(list(blocks.modules), [stand_in] * len(blocks)):
+        final: Tensor = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+    return final
+
+
 def same_call(a: Call, b: Call) -> bool:
     """True if two recordings of one block agree: its arguments then depend on shapes only, not on the tokens."""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,15 @@ def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device:
 
     separate: parameters that were quantized apart from their twin (a quantized head), and so are not tied any more.
     """
+    load_parameters(module, weights, weights.names, device, separate)
+
+
+def load_parameters(
+    module: nn.Module, weights: Weights, names: Iterable[str], device: torch.device, separate: Collection[str] = ()
+) -> None:
+    """Give these parameters their values; those that are tied, and equal in the file, share one tensor."""
     shared: dict[str, nn.Parameter] = {}
-    for name in weights.names:
+    for name in names:
         twin = weights.tied.get(name)
         first = name
         if twin in weights.names and name not in separate and _equal(weights, name, str(twin)):
@@ -168,6 +176,16 @@ def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device:
             shared[first] = nn.Parameter(weights.read(first).to(device), requires_grad=False)
         owner, _, local = name.rpartition(".")
         module.get_submodule(owner)._parameters[local] = shared[first]
+
+
+def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tuple[Weights, set[str]]:
+    """Every parameter of a skeleton as float weights, read (and dequantized) one at a time, whatever the format; and the
+    names of those that are stored quantized. Raises SourceError and CheckpointError as ``fill`` does."""
+    reader = QuantizedReader(source)
+    places = {stored: _place(module, stored, str(source.path)) for stored in reader.modules}
+    return Weights(module, _Plain(source, reader, places, module), dtype), {
+        f"{name}.weight" for name in places.values()
+    }
 
 
 def _equal(weights: Weights, name: str, twin: str) -> bool:
