@@ -30,3 +30,7 @@ class MissingExtra(QuantkitError):
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the library '{library}'. Install it with: pip install 'quantkit[{extra}]'")
+
+
+class QuantkitWarning(UserWarning):
+    """A file says one thing and means another, and quantkit took the meaning. The command line prints it as a note."""

@@ -13,6 +13,7 @@ from quantkit.algorithms import LATER as LATER_METHODS
 from quantkit.algorithms import METHODS
 from quantkit.cli.main import print_json
 from quantkit.errors import RequestError
+from quantkit.formats import WRITABLE
 
 
 class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
@@ -67,7 +68,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     default="compressed-tensors",
     show_default=True,
     metavar="FORMAT",
-    help="compressed-tensors or native.",
+    help=f"{', '.join(WRITABLE[:-1])} or {WRITABLE[-1]}.",
 )
 @click.option(
     "--kv-bits",

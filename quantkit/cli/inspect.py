@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,6 +37,9 @@ def command(source: str, check: bool, as_json: bool) -> None:
                 click.echo(
                     f"  linear    {line['count']:4d} x {line['name']:<24} [{line['out_features']}, {line['in_features']}]"
                 )
+        elif key == "schemes":
+            for scheme, count in value.items():
+                click.echo(f"  scheme    {count:4d} x {scheme}")
         else:
             click.echo(
                 f"  {key.replace('_', ' '):<18} {value:,}"
@@ -102,9 +106,13 @@ def _quantized(source: Any) -> dict[str, Any]:
     from quantkit.formats.reader import QuantizedReader
 
     reader = QuantizedReader(source)
+    found = [reader.scheme(name) for name in reader.modules]
+    schemes = Counter(scheme if isinstance(scheme, str) else scheme.describe() for scheme in found)
     return {
         "model_type": source.config["model_type"],
         "quant_method": (source.quantization() or {})["quant_method"],
+        "format": reader.format,
+        "schemes": dict(schemes.most_common()),
         "quantized_linears": len(reader.modules),
         "plain_tensors": len(reader.plain_names()),
         "bytes": sum(source.info(name).nbytes for name in source.names()),

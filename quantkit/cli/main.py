@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import sys
+import warnings
 from types import FrameType
 from typing import Any
 
 import click
 
 from quantkit import __version__
-from quantkit.errors import QuantkitError, RequestError
+from quantkit.errors import QuantkitError, QuantkitWarning, RequestError
 
 COMMANDS = {
     "fetch": "Download a named model or text into the cache and print its folder.",
@@ -60,6 +61,7 @@ def main() -> None:
     # Other libraries' progress bars and advice do not belong into this program's output; they read this when imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    _show_warnings_as_notes()
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)  # a polite kill cleans up like Ctrl-C
     try:
@@ -91,6 +93,18 @@ def fail(message: str, code: int) -> None:
         message, code = INTERRUPTED, 1
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
     sys.exit(code)
+
+
+def _show_warnings_as_notes() -> None:
+    show = warnings.showwarning
+
+    def note(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+        if issubclass(category, QuantkitWarning):
+            click.echo(f"note: {message}", err=True)
+        else:
+            show(message, category, *rest, **more)
+
+    warnings.showwarning = note
 
 
 _interrupted: list[int] = []

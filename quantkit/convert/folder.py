@@ -11,6 +11,7 @@ from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.checkpoint.writer import disk, write_json
 from quantkit.core.kvscheme import KVScales
+from quantkit.formats import side_files
 from quantkit.formats.kv_scales import write_kv_scales
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -37,6 +38,8 @@ def write_beside(
         write_tokenizer(source, folder)
         if kv is not None:
             write_kv_scales(folder, kv)
+        for name, content in side_files(quantization).items():
+            write_json(folder / name, content)
         write_json(folder / "quantkit.json", manifest)
 
 

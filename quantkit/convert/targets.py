@@ -11,7 +11,7 @@ from quantkit.convert.options import ConvertOptions
 from quantkit.convert.rules import choose_schemes, parse_rules, split_siblings
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
-from quantkit.formats import Format
+from quantkit.formats import Format, Layout
 from quantkit.model.skeleton import Blocks, Weights, block_linears
 
 COMMON_GROUPS = (None, 32, 64, 128, 256)  # sizes that the engines' kernels know
@@ -67,13 +67,14 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     ]
     for one in outside:
         wanted.append((one.module, one.stored, one.owner, one.kind, one.choose(choice.schemes)))
+    sizes = _group_sizes(form, [(scheme, owner.weight.shape[1]) for *_, owner, _, scheme in wanted if scheme])
     for module, stored, owner, kind, scheme in wanted:
         if scheme is None:
             if kind == "linear":
                 found.kept.append(stored)
             continue
         out_features, in_features = owner.weight.shape
-        fitted = replace(scheme, group_size=form.group_size_for(scheme, in_features))
+        fitted = replace(scheme, group_size=sizes[scheme, in_features])
         if fitted != scheme:
             key = (in_features, scheme.group_size, fitted.group_size)
             adapted[key] = adapted.get(key, 0) + 1
@@ -91,9 +92,25 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     found.problems[:] = _collapse(found.problems)
     if not found.chosen:
         raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
+    unsayable = form.cannot_say(Layout({t.name: t.scheme for t in found.chosen.values()}, found.kept))
+    if unsayable:
+        found.problems.append(unsayable)
     _say_adapted(options, form, adapted, found)
     _say_split(form, choice.schemes, found)
     return found
+
+
+def _group_sizes(form: Format, wanted: list[tuple[Scheme, int]]) -> dict[tuple[Scheme, int], int | None]:
+    """The group size for each scheme and width; one for all widths of a scheme where the format has only one."""
+    sizes = {(scheme, width): form.group_size_for(scheme, width) for scheme, width in wanted}
+    if not form.uniform_groups:
+        return sizes
+    for scheme in {scheme for scheme, _ in sizes}:
+        mine = [key for key in sizes if key[0] == scheme]
+        if len({sizes[key] for key in mine}) > 1:
+            common = (n for n in (128, 64, 32) if n < (scheme.group_size or 0) and not any(key[1] % n for key in mine))
+            sizes.update(dict.fromkeys(mine, next(common, None)))
+    return sizes
 
 
 def _stored(weights: Weights, module: str) -> str:
@@ -144,12 +161,16 @@ def _say_adapted(
     for (width, asked, size), count in sorted(adapted.items(), key=str):
         name = "one scale per channel" if size is None else f"groups of {size}"
         text = f"{width} inputs are no multiple of {asked}: {name} for {count} of {len(found.chosen)} linears"
+        if asked and width % asked == 0:
+            text = f"{name} also for {count} of {len(found.chosen)} linears with {width} inputs: one model in {form.name} has one size"
         if options.strict_groups:
             found.problems.append(
                 f"{text}; --strict-groups forbids it. Choose a --group-size that divides, or --format native."
             )
         else:
-            found.warnings.append(f"{text} ({form.name} has no short groups; native has)")
+            found.warnings.append(
+                f"{text} ({form.name} has no short groups; native has)" if width % (asked or 1) else text
+            )
     ragged = sum(1 for t in found.chosen.values() if t.scheme.group_size and t.in_features % t.scheme.group_size)
     if ragged:
         found.warnings.append(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from quantkit.core.qtensor import BlockTensor, QuantTensor
@@ -32,6 +33,7 @@ class Format(Protocol):
     summary: str
     stem: str  # what the weight files are called, see checkpoint.source.STEMS
     outside: tuple[str, ...]  # quantized weights it holds besides the blocks' linears: "head", "embedding", "tied"
+    uniform_groups: bool  # True if one model has one group size
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
@@ -40,6 +42,10 @@ class Format(Protocol):
     @staticmethod
     def group_size_for(scheme: Scheme, in_features: int) -> int | None:
         """The group size this format uses for that width (architecture section 3)."""
+
+    @staticmethod
+    def cannot_say(layout: Layout) -> str | None:
+        """None, or why the config cannot say this of one model (with the remedy)."""
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
@@ -53,6 +59,17 @@ class Format(Protocol):
     def config(layout: Layout, version: str) -> dict[str, Any]:
         """The ``quantization_config`` that other engines read."""
 
+    @staticmethod
+    def side_files(config: Mapping[str, Any]) -> dict[str, Any]:
+        """Other JSON files that readers open beside config.json, by name."""
+
+
+class Stored(Protocol):
+    """What a header tells of a tensor; a tensor has it too."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
 
 class Reader(Protocol):
     """The reading half: finds its modules in a checkpoint and decodes them."""
@@ -64,21 +81,29 @@ class Reader(Protocol):
         """Quantized modules and the local names that each has in the file."""
 
     @staticmethod
+    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme | str:
+        """How one module is quantized, from headers alone: a scheme, or the name of another number format."""
+
+    @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor | BlockTensor:
         """Decode one module."""
 
 
 def _table() -> dict[str, Any]:
+    from quantkit.formats.awq import AWQ
     from quantkit.formats.bitsandbytes import BitsAndBytes
     from quantkit.formats.compressed_tensors import CompressedTensors
+    from quantkit.formats.gptq import GPTQ
     from quantkit.formats.native import Native
 
-    return {"compressed-tensors": CompressedTensors, "native": Native, "bitsandbytes": BitsAndBytes}
+    return {form.name: form for form in (CompressedTensors, GPTQ, AWQ, Native, BitsAndBytes)}
 
 
-WRITABLE = ("compressed-tensors", "native")
-READABLE = {"compressed-tensors": "compressed-tensors", "quantkit": "native", "bitsandbytes": "bitsandbytes"}
-LATER = ("gptq", "awq", "gguf", "bitsandbytes")
+WRITABLE = ("compressed-tensors", "gptq", "awq", "native")
+READABLE = {
+    "compressed-tensors": "compressed-tensors", "gptq": "gptq", "awq": "awq", "quantkit": "native", "bitsandbytes": "bitsandbytes",
+}  # fmt: skip
+LATER = ("gguf", "bitsandbytes")
 
 
 def writer_format(name: str) -> Format:
@@ -99,3 +124,9 @@ def reader_format(config: Mapping[str, Any]) -> Reader:
         )
     found: Reader = _table()[READABLE[str(method)]]
     return found
+
+
+def side_files(config: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON files, by name, that readers of this ``quantization_config`` look for beside config.json."""
+    found: Format = _table()[READABLE[str(config["quant_method"])]]
+    return found.side_files(config)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from quantkit.core.qtensor import BlockTensor
 from quantkit.errors import CheckpointError
+from quantkit.formats import Stored
 
 STATE = "weight.quant_state.bitsandbytes__"
 FOUR_BIT = ("weight", "weight.absmax", "weight.quant_map")
@@ -53,6 +54,11 @@ class BitsAndBytes:
                 layout = ("weight_format",) if f"{module}.weight_format" in stored else ()
                 found[module] = ("weight", "SCB", *layout)
         return found
+
+    @staticmethod
+    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> str:
+        state = next((name for name in infos if name.startswith(STATE)), None)
+        return "llm-int8" if state is None else state.removeprefix(STATE)
 
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> BlockTensor:

@@ -23,7 +23,8 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats import Layout
+from quantkit.formats import Layout, Stored
+from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, zeros_that_fit
 
 LOCAL = ("weight_packed", "weight_scale", "weight_shape")
 ZERO = "weight_zero_point"
@@ -34,6 +35,7 @@ class CompressedTensors:
     summary = "pack-quantized int4/int8 for vLLM, SGLang, transformers, lmdeploy"
     stem = "model"
     outside: tuple[str, ...] = ()
+    uniform_groups = False
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
@@ -42,16 +44,15 @@ class CompressedTensors:
                 f"{scheme.bits} bits: readers of compressed-tensors load 4 and 8 bits (older ones unpack "
                 "3, 5, 6 and 7 bits differently). Use --format native, or --bits 4 or 8."
             )
-        if scheme.group_size is not None and in_features % scheme.group_size:
-            return f"group size {scheme.group_size} does not divide {in_features} inputs. Use --format native."
-        return None
+        return ragged(scheme, in_features)
 
     @staticmethod
     def group_size_for(scheme: Scheme, in_features: int) -> int | None:
-        if scheme.group_size is None or in_features % scheme.group_size == 0:
-            return scheme.group_size
-        smaller = (size for size in (128, 64, 32) if size < scheme.group_size or scheme.group_size < 32)
-        return next((size for size in smaller if in_features % size == 0), None)
+        return dividing_group_size(scheme, in_features)
+
+    @staticmethod
+    def cannot_say(layout: Layout) -> str | None:
+        return None
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
@@ -61,7 +62,7 @@ class CompressedTensors:
             "weight_shape": torch.tensor(q.shape, dtype=torch.int64),
         }
         if q.zeros is not None:
-            parts[ZERO] = pack_rows(q.zeros.t(), q.scheme.bits).t().contiguous()
+            parts[ZERO] = pack_rows(zeros_that_fit(q, "compressed-tensors").t(), q.scheme.bits).t().contiguous()
         return parts
 
     @staticmethod
@@ -115,6 +116,10 @@ class CompressedTensors:
         }
 
     @staticmethod
+    def side_files(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         if config.get("format") not in ("pack-quantized", None) and config.get("format") != "mixed-precision":
             raise CheckpointError(
@@ -131,6 +136,10 @@ class CompressedTensors:
                     )
                 found[module] = LOCAL + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
         return found
+
+    @staticmethod
+    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme:
+        return _scheme_of(module, infos, config)
 
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
@@ -152,7 +161,7 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _scheme_of(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> Scheme:
+def _scheme_of(module: str, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme:
     """The scheme of a module: the config group whose target matches, exact names before patterns before classes."""
     ranked = sorted(
         (rank, weights)
@@ -176,11 +185,7 @@ def _scheme_of(module: str, parts: Mapping[str, Tensor], config: Mapping[str, An
         raise CheckpointError(
             f"{module}: {weights.get('type')} weights with strategy {weights['strategy']!r} are not read."
         )
-    dtype = {torch.float16: "float16", torch.bfloat16: "bfloat16"}.get(parts["weight_scale"].dtype)
-    if dtype is None:
-        raise CheckpointError(
-            f"{module}: scales stored as {parts['weight_scale'].dtype}; float16 and bfloat16 are read."
-        )
+    dtype = scale_dtype_name(parts["weight_scale"].dtype)
     size = weights["group_size"] if weights["strategy"] == "group" else None
     return Scheme(weights["num_bits"], size, weights["symmetric"], dtype)
 

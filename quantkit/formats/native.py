@@ -24,7 +24,7 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats import Layout
+from quantkit.formats import Layout, Stored
 
 VERSION = 1
 
@@ -34,6 +34,7 @@ class Native:
     summary = "quantkit's own: 2 to 8 bits, any group size, short last groups"
     stem = "quantkit"
     outside: tuple[str, ...] = ()
+    uniform_groups = False
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
@@ -42,6 +43,10 @@ class Native:
     @staticmethod
     def group_size_for(scheme: Scheme, in_features: int) -> int | None:
         return scheme.group_size
+
+    @staticmethod
+    def cannot_say(layout: Layout) -> str | None:
+        return None
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
@@ -76,6 +81,10 @@ class Native:
         }
 
     @staticmethod
+    def side_files(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         if config.get("format_version") != VERSION:
             raise CheckpointError(
@@ -88,8 +97,12 @@ class Native:
         return found
 
     @staticmethod
+    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme:
+        return Scheme.from_json(config["modules"][module])
+
+    @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
-        return Native.decode(parts, Scheme.from_json(config["modules"][module]))
+        return Native.decode(parts, Native.scheme(module, parts, config))
 
 
 def _zero_bits(scheme: Scheme) -> int:

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from quantkit.core.qtensor import BlockTensor, QuantTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats import Reader, reader_format
+from quantkit.formats import Reader, Stored, reader_format
 
 
 class Readable(Protocol):
@@ -21,6 +22,7 @@ class Readable(Protocol):
     path: Path
 
     def names(self) -> list[str]: ...
+    def info(self, name: str) -> Stored: ...
     def read(self, name: str) -> Tensor: ...
     def quantization(self) -> dict[str, Any] | None: ...
 
@@ -60,6 +62,22 @@ class QuantizedReader:
                     )
             if not self.modules:
                 raise CheckpointError(f"{source.path}: config.json says quantized, but no quantized tensor is stored.")
+
+    @property
+    def format(self) -> str | None:
+        """The name of the format, as ``--format`` says it; None for a floating-point model."""
+        return None if self._format is None else self._format.name
+
+    def scheme(self, name: str) -> Scheme | str:
+        """How one module is quantized, from headers alone: a scheme, or the name of another number format.
+
+        Raises CheckpointError, naming the module, if config and tensors do not fit.
+        """
+        if self._format is None or self.config is None:
+            raise CheckpointError(f"{self.source.path}: not a quantized checkpoint")
+        infos = {part: self.source.info(f"{name}.{part}") for part in self.modules[name]}
+        with _damaged(f"{self.source.path}: {name}"):
+            return self._format.scheme(name, infos, self.config)
 
     def module(self, name: str) -> QuantTensor | BlockTensor:
         """Decode one quantized module. Raises CheckpointError, naming the module, if its tensors do not fit."""

@@ -1,0 +1,48 @@
+"""What the formats without short groups share: which group size they use, and which zero points fit their fields."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError
+
+SCALE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def dividing_group_size(scheme: Scheme, in_features: int) -> int | None:
+    """The size asked for if it divides, else the largest of 128, 64, 32 that does, else None (per channel)."""
+    if scheme.group_size is None or in_features % scheme.group_size == 0:
+        return scheme.group_size
+    smaller = (size for size in (128, 64, 32) if size < scheme.group_size or scheme.group_size < 32)
+    return next((size for size in smaller if in_features % size == 0), None)
+
+
+def ragged(scheme: Scheme, in_features: int) -> str | None:
+    """Why a format without short groups cannot hold that width, or None."""
+    if scheme.group_size is not None and in_features % scheme.group_size:
+        return f"group size {scheme.group_size} does not divide {in_features} inputs. Use --format native."
+    return None
+
+
+def zeros_that_fit(q: QuantTensor, form: str) -> torch.Tensor:
+    """The zeros of an asymmetric weight, checked: a field of ``bits`` bits holds 0 .. 2**bits - 1, a QuantTensor 2**bits too.
+
+    Raises CheckpointError for one that does not fit; it is never rounded.
+    """
+    assert q.zeros is not None
+    largest = int(q.zeros.max()) if q.zeros.numel() else 0
+    if largest >= q.scheme.levels:
+        raise CheckpointError(
+            f"a zero point of {largest} does not fit into the {q.scheme.bits}-bit field of {form}. Use --format native."
+        )
+    return q.zeros
+
+
+def scale_dtype_name(dtype: torch.dtype) -> str:
+    """``float16`` or ``bfloat16``. Raises CheckpointError for any other dtype of stored scales."""
+    name = SCALE_NAMES.get(dtype)
+    if name is None:
+        raise CheckpointError(f"scales stored as {dtype}; float16 and bfloat16 are read.")
+    return name
