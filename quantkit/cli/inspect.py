@@ -19,6 +19,7 @@ def command(source: str, check: bool, as_json: bool) -> None:
     """Show what quantkit finds in SOURCE: architecture, decoder blocks, linears, sizes. Reads headers only;
     --check also builds a small random model of the same architecture and proves on it what a conversion relies on."""
     from quantkit.checkpoint.source import open_source
+    from quantkit.convert.engines import Verdict
 
     opened = open_source(source)
     data = _structure(opened) if opened.quantization() is None else _quantized(opened)
@@ -37,6 +38,9 @@ def command(source: str, check: bool, as_json: bool) -> None:
                 click.echo(
                     f"  linear    {line['count']:4d} x {line['name']:<24} [{line['out_features']}, {line['in_features']}]"
                 )
+        elif key == "engines":
+            for verdict in value:
+                click.echo(f"  loads in  {Verdict(**{**verdict, 'notes': tuple(verdict['notes'])}).line()}")
         elif key == "schemes":
             for scheme, count in value.items():
                 click.echo(f"  scheme    {count:4d} x {scheme}")
@@ -103,6 +107,7 @@ def _structure(source: Any) -> dict[str, Any]:
 
 
 def _quantized(source: Any) -> dict[str, Any]:
+    from quantkit.convert.lint import lint_folder
     from quantkit.formats.reader import QuantizedReader
 
     reader = QuantizedReader(source)
@@ -116,4 +121,5 @@ def _quantized(source: Any) -> dict[str, Any]:
         "quantized_linears": len(reader.modules),
         "plain_tensors": len(reader.plain_names()),
         "bytes": sum(source.info(name).nbytes for name in source.names()),
+        "engines": [verdict.to_json() for verdict in lint_folder(source)],
     }

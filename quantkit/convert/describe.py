@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantkit.convert.lint import lint_plan
 from quantkit.convert.plan import Plan
 
 
@@ -26,9 +27,10 @@ def describe(plan: Plan) -> str:
     for (shape, scheme), names in sorted(_schemes(plan).items()):
         lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
     lines += [
-        f"  keeps     {len(plan.plain)} tensors unchanged (embeddings, norms, head)",
+        f"  keeps     {len(plan.plain)} tensors unchanged",
         f"  needs     host {_size(p.host)}, device {_size(p.device)}, disk {_size(p.disk)} while running; output {_size(p.output)}",
     ]
+    lines += [f"  loads in  {verdict.line()}" for verdict in lint_plan(plan)]
     lines += [f"  note      {warning}" for warning in plan.warnings]
     lines += [f"  PROBLEM   {problem}" for problem in plan.problems]
     return "\n".join(lines)
@@ -41,6 +43,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         **plan.prediction.to_json(),
         "phases": plan.prediction.phases,
         "layers": [{"name": t.name, "shape": [t.out_features, t.in_features], "scheme": t.scheme.describe()} for t in plan.targets.values()],
+        "engines": [verdict.to_json() for verdict in lint_plan(plan)],
         "warnings": plan.warnings,
         "problems": plan.problems,
     }  # fmt: skip

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.convert.engines import Verdict
+
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
@@ -60,6 +62,7 @@ class ConvertReport:
     source_bytes: int = 0
     output_bytes: int = 0
     verified_tensors: int = 0
+    engines: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what happened on the way, see BlockResult
 
     @property
@@ -88,6 +91,7 @@ class ConvertReport:
             "bits_per_weight": round(self.bits_per_weight, 4),
             "verified_tensors": self.verified_tensors,
             "dropped_tokens": self.dropped_tokens,
+            "engines": [verdict.to_json() for verdict in self.engines],
             "warnings": self.warnings,
             "notes": self.notes,
             "layers": [layer.to_json() for layer in self.layers],
@@ -111,6 +115,7 @@ class ConvertReport:
             lines.append(f"  error     relative output error {mean:.1%} on average; largest: {shown}")
         fallbacks = [layer for layer in self.layers if layer.fallback]
         lines += [f"  fallback  {layer.name}: {layer.fallback}" for layer in fallbacks]
+        lines += [f"  loads in  {verdict.line()}" for verdict in self.engines]
         lines += [f"  note      {warning}" for warning in [*self.warnings, *self.notes]]
         return "\n".join(lines)
 

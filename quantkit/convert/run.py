@@ -17,6 +17,7 @@ from quantkit.calibrate.capture import advance, observe
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.folder import write_beside
+from quantkit.convert.lint import lint_plan
 from quantkit.convert.memory import BATCH_TOKENS
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.outside import quantize_outside
@@ -89,6 +90,7 @@ class _Conversion:
         self.plan, self.writer, self.listen = plan, writer, listen
         o = plan.options
         self.report = ConvertReport(o.out, o.method, o.format, o.scheme.describe(), o.kv_bits, warnings=plan.warnings)
+        self.report.engines = lint_plan(plan)
         self.report.predicted_host_bytes = plan.prediction.host
         self.report.source_bytes = sum(plan.source.info(name).nbytes for name in plan.source.names())
         self.decisions: dict[str, str] = {}

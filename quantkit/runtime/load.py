@@ -119,7 +119,7 @@ def fill(
 
     Raises SourceError naming what is missing or left over, CheckpointError for a quantized module that does not fit.
     """
-    places = {stored: _place(module, stored, str(source.path)) for stored in reader.modules}
+    places = {stored: place(module, stored, str(source.path)) for stored in reader.modules}
     if not dequantize:
         for name in places.values():  # before Weights looks for names: a packed linear has no dense weight
             module.get_submodule(name)._parameters.pop("weight")
@@ -182,7 +182,7 @@ def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tupl
     """Every parameter of a skeleton as float weights, read (and dequantized) one at a time, whatever the format; and the
     names of those that are stored quantized. Raises SourceError and CheckpointError as ``fill`` does."""
     reader = QuantizedReader(source)
-    places = {stored: _place(module, stored, str(source.path)) for stored in reader.modules}
+    places = {stored: place(module, stored, str(source.path)) for stored in reader.modules}
     return Weights(module, _Plain(source, reader, places, module), dtype), {
         f"{name}.weight" for name in places.values()
     }
@@ -194,7 +194,7 @@ def _equal(weights: Weights, name: str, twin: str) -> bool:
     return own == other or torch.equal(weights.source.read(own), weights.source.read(other))
 
 
-def _place(module: nn.Module, stored: str, where: str) -> str:
+def place(module: nn.Module, stored: str, where: str) -> str:
     """The module that a quantized module of the file belongs to; files saved from the base model lack its prefix."""
     prefix = getattr(module, "base_model_prefix", "")
     modules = dict(module.named_modules())

@@ -114,3 +114,32 @@ def test_a_dry_run_shows_the_schemes_and_the_shadowed_rule(
     assert done.returncode == 0, done.stderr
     assert "3 x 64x96          W8 g32 asym" in done.stdout
     assert "'layers.0.mlp.down_proj=keep' has no effect" in done.stdout
+
+
+def test_the_engines_are_told_in_report_dry_run_and_inspect(
+    quantkit: Callable[..., Any], tiny_original: Path, tmp_path: Path
+) -> None:
+    arguments = (
+        "convert",
+        tiny_original,
+        "--out",
+        tmp_path / "out",
+        "--method",
+        "rtn",
+        "--group-size",
+        "32",
+        "--sym",
+        "--json",
+    )
+    planned = json.loads(quantkit(*arguments, "--dry-run").stdout)["engines"]
+    reported = json.loads(quantkit(*arguments).stdout)["engines"]
+    inspected = json.loads(quantkit("inspect", tmp_path / "out", "--json").stdout)["engines"]
+    assert planned == reported == inspected
+    by_name = {verdict["engine"]: verdict for verdict in inspected}
+    assert by_name["vLLM"]["loads"]
+    # 64 hidden units are no Marlin tile of 128
+    assert not by_name["SGLang"]["loads"]
+    assert by_name["SGLang"]["reader"] == "sglang/srt/layers/quantization/marlin_utils.py:168, 178"
+    shown = quantkit("inspect", tmp_path / "out").stdout
+    assert "loads in  vLLM 0.33.0: yes" in shown
+    assert "21 x W4 g32 sym" in shown

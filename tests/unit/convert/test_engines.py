@@ -1,0 +1,130 @@
+"""The table of engines: what each one loads, up to which tensor-parallel size, and the reason when it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from quantkit.convert.engine_table import ENGINES
+from quantkit.convert.engines import Checkpoint, Verdict, lint
+from quantkit.convert.targets import Target
+from quantkit.core.scheme import Scheme
+
+
+def checkpoint(
+    scheme: Scheme, form: str = "compressed-tensors", *, hidden: int = 4096, inner: int = 11008, heads: int = 32,
+    kv_heads: int = 8, head_dim: int = 128, **changes: Scheme,
+) -> Checkpoint:  # fmt: skip
+    """One block like Llama's. changes: the scheme of single linears, by last name; head/embed add those."""
+    shapes = {
+        "self_attn.q_proj": (heads * head_dim, hidden), "self_attn.k_proj": (kv_heads * head_dim, hidden),
+        "self_attn.v_proj": (kv_heads * head_dim, hidden), "self_attn.o_proj": (hidden, heads * head_dim),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    weights = []
+    for name, (rows, inputs) in shapes.items():
+        one = changes.get(name.rpartition(".")[2], scheme)
+        weights.append(Target(f"model.layers.0.{name}", f"model.layers.0.{name}.weight", rows, inputs, one))
+    for kind, name in (("head", "lm_head"), ("embedding", "model.embed_tokens"), ("tied", "model.embed_tokens")):
+        if kind in changes:
+            weights.append(Target(name, f"{name}.weight", 32000, hidden, changes[kind], kind))
+    return Checkpoint(form, weights, heads, kv_heads)
+
+
+def verdicts(given: Checkpoint) -> dict[str, Verdict]:
+    return {verdict.engine: verdict for verdict in lint(given)}
+
+
+def loads(given: Checkpoint) -> set[str]:
+    return {name.partition(" ")[0] for name, verdict in verdicts(given).items() if verdict.loads}
+
+
+W4, W4A = Scheme(4, 128, True), Scheme(4, 128, False)
+EVERY = {"quantkit", "vLLM", "SGLang", "lmdeploy", "transformers", "GPTQModel", "llama.cpp"}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (checkpoint(W4, "native"), {"quantkit"}),
+        (checkpoint(W4), EVERY - {"GPTQModel"}),
+        (checkpoint(W4A), EVERY - {"GPTQModel"}),
+        (checkpoint(Scheme(4, 64, True)), EVERY - {"GPTQModel", "lmdeploy"}),
+        (checkpoint(Scheme(4, 32, True)), EVERY - {"GPTQModel"}),
+        (checkpoint(Scheme(4, 256, True)), {"quantkit", "vLLM", "transformers", "llama.cpp"}),
+        (checkpoint(Scheme(8, 256, True)), {"quantkit", "transformers", "llama.cpp"}),
+        (checkpoint(Scheme(8, None, True)), {"quantkit", "vLLM", "SGLang", "transformers"}),
+        (checkpoint(Scheme(8, 128, False)), {"quantkit", "transformers", "llama.cpp"}),
+        (checkpoint(W4, down_proj=Scheme(8, 128, True)), {"quantkit", "vLLM", "SGLang", "transformers"}),
+        (checkpoint(W4, v_proj=Scheme(8, 128, True)), {"quantkit", "transformers"}),
+        (checkpoint(W4, head=W4), {"quantkit", "vLLM", "SGLang", "transformers", "llama.cpp"}),
+        (checkpoint(W4, embedding=W4), {"quantkit", "vLLM", "transformers", "llama.cpp"}),
+        (checkpoint(W4, embedding=W4A, head=W4), {"quantkit", "transformers"}),
+        (checkpoint(W4, "gptq"), EVERY),
+        (checkpoint(W4A, "gptq"), {"quantkit", "transformers", "GPTQModel", "llama.cpp"}),
+        (checkpoint(Scheme(3, 128, True), "gptq"), {"quantkit", "transformers", "GPTQModel"}),
+        (checkpoint(Scheme(8, 128, True), "gptq"), EVERY - {"lmdeploy"}),
+        (checkpoint(W4A, "awq"), EVERY - {"llama.cpp"}),
+        (checkpoint(Scheme(4, 64, False), "awq"), EVERY - {"llama.cpp", "lmdeploy"}),
+        (
+            checkpoint(Scheme(4, 64), hidden=576, inner=1536, heads=9, kv_heads=3, head_dim=64),
+            {"quantkit", "vLLM", "transformers", "llama.cpp"},
+        ),
+    ],
+)  # fmt: skip
+def test_which_engines_load_it(given: Checkpoint, wanted: set[str]) -> None:
+    found = loads(given)
+    assert found == wanted, {name: verdict.line() for name, verdict in verdicts(given).items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "vllm", "sglang"),
+    [
+        # 11008 = 86 * 128: 86 groups split on 2 ranks; Marlin's tiles are whole there too
+        (checkpoint(W4), 2, 2),
+        (checkpoint(Scheme(4, 32, True)), 8, 2),
+        (checkpoint(W4, inner=14336), 16, 16),
+        # one scale per channel splits anywhere; SGLang does not pad 14336 / 32 = 448 inputs to a tile
+        (checkpoint(Scheme(8, None, True), inner=14336), 32, 16),
+        (checkpoint(W4, inner=16384, heads=24, kv_heads=8, hidden=3072), 8, 8),
+        (checkpoint(W4, inner=14336, heads=32, kv_heads=32), 16, 16),
+        (checkpoint(W4, inner=16384, heads=7, kv_heads=1, hidden=896), 1, 1),
+    ],
+)
+def test_how_far_it_splits(given: Checkpoint, vllm: int, sglang: int) -> None:
+    found = verdicts(given)
+    assert (found["vLLM"].tensor_parallel, found["SGLang"].tensor_parallel) == (vllm, sglang), [
+        v.reason for v in found.values()
+    ]
+
+
+def test_the_reason_names_the_weight_and_what_stops_the_next_size() -> None:
+    found = verdicts(checkpoint(W4))["vLLM"]
+    assert (
+        found.reason
+        == "4 ranks: model.layers.0.mlp.down_proj: 2752 inputs a rank are no multiple of its groups of 128."
+    )
+    assert found.reader.endswith("marlin.py:58")
+
+
+def test_bfloat16_scales_are_named_where_engines_cast_them() -> None:
+    plain, cast = checkpoint(W4), dataclasses.replace(checkpoint(W4), bfloat16=True)
+    assert verdicts(plain)["vLLM"].notes == ()
+    assert "casts scales to bfloat16" in verdicts(cast)["vLLM"].notes[0]
+    chosen = dataclasses.replace(checkpoint(Scheme(4, 128, True, "bfloat16")), bfloat16=True)
+    assert verdicts(chosen)["vLLM"].notes == ()
+
+
+def test_every_rule_quotes_its_reader() -> None:
+    for engine in ENGINES:
+        readers = [engine.unknown, *(rule.reader for rule in engine.rules), *(reader for reader, _ in engine.splits)]
+        assert all(re.search(r"\.py(:\d|, |: | \(|$)", reader) for reader in readers), engine.name
+
+
+def test_the_line_for_people_is_one_line(tmp_path: Path) -> None:
+    for verdict in lint(checkpoint(Scheme(8, 128, False))):
+        assert "\n" not in verdict.line()
+        assert verdict.line().startswith(f"{verdict.engine} {verdict.version}: {'yes' if verdict.loads else 'no'}")
