@@ -53,7 +53,8 @@ def load_text(name: str, *, split: Split) -> Text:
     """A text by name, for one purpose.
 
     name: ``wikipedia-sample`` (also with ``:calibration`` or ``:evaluation``), ``news-sample``, ``builtin``, a local
-    .txt, .md or other UTF-8 file (.gz unpacked), a .jsonl file (field ``text``), or ``hub:dataset[:config[:split]]``.
+    .txt, .md or other UTF-8 file (.gz unpacked), a .jsonl or .parquet file (field or column ``text``), or
+    ``hub:dataset[:config[:split]]``.
     split: what it is for; a text that may not serve that is refused. Raises RequestError for a name or purpose that is
     wrong, SourceError for a file that is missing, empty or undecodable, QuantkitError if a hub does not answer.
     """
@@ -70,16 +71,22 @@ def load_text(name: str, *, split: Split) -> Text:
                 "builtin: for calibration only; it differs between Python versions. Use wikipedia-sample."
             )
         return _text(name, _builtin())
+    if name == "self":
+        raise RequestError(
+            "self: text that the model writes, for `quantkit convert --calibration self` alone. Name a text or give a file."
+        )
     if base == "hub":
         return _text(name, _hub(half, split))
     path = Path(name).expanduser()
     if not path.exists():
         raise SourceError(
             f"{name}: no such file, and no text of that name is known. Known are wikipedia-sample, news-sample, builtin, "
-            "hub:DATASET; or give a .txt, .md, .gz or .jsonl file."
+            "hub:DATASET; or give a .txt, .md, .gz, .jsonl or .parquet file."
         )
     if path.is_dir():
         raise SourceError(f"{name}: a folder. Give one text file.")
+    if path.suffix == ".parquet":
+        return _text(name, _table(path))
     return _text(name, _records(path) if ".jsonl" in path.suffixes else _read(path))
 
 
@@ -134,6 +141,30 @@ def _records(path: Path) -> str:
             ) from error
         texts.append(_field(record, f"{path}: line {number}"))
     return SEPARATOR.join(texts)
+
+
+def _table(path: Path) -> str:
+    """The ``text`` column of a parquet file; rows without a value are left out."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        schema = parquet.read_schema(path)
+        if "text" not in schema.names or not _holds_text(schema.field("text").type):
+            columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
+            raise SourceError(
+                f"{path}: has no column 'text' holding strings (its columns are {columns}). Rename the one that holds the text."
+            )
+        values = parquet.read_table(path, columns=["text"])["text"].to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise SourceError(f"{path}: not a readable parquet file ({error}). Download it again.") from error
+    return SEPARATOR.join(value for value in values if value is not None)
+
+
+def _holds_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def _field(record: Any, where: str) -> str:

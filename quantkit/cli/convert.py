@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import click
 from quantkit.algorithms import LATER as LATER_METHODS
 from quantkit.algorithms import METHODS
 from quantkit.cli.main import print_json
+from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 from quantkit.formats import WRITABLE
 
@@ -82,7 +82,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     default="wikipedia-sample",
     show_default=True,
     metavar="TEXT",
-    help="NAME, FILE (.txt, .jsonl) or hub:dataset[:config[:split]].",
+    help="NAME, FILE (.txt, .jsonl, .parquet), hub:dataset[:config[:split]], or self: the model writes it.",
 )
 @click.option("--samples", type=int, default=128, show_default=True, help="Calibration windows.")
 @click.option("--seq-len", type=int, default=1024, show_default=True, help="Tokens per window.")
@@ -127,8 +127,8 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     if not as_json:
         for warning in plan.warnings:
             click.echo(f"note: {warning}", err=True)
-    with _bar() as listen:
-        report = run(plan, listen, started)
+    with bar() as listen:
+        report = run(plan, lambda p: listen(p.stage, p.done, p.total, p.note), started)
     print_json(report.to_json()) if as_json else click.echo(report.table())
 
 
@@ -145,29 +145,3 @@ def _refuse_without_effect(given: dict[str, Any]) -> None:
             raise RequestError(
                 f"--{name.replace('_', '-')} has no effect: --method {given['method']} reads no text. Leave it out."
             )
-
-
-class _bar:  # noqa: N801  (reads as a statement)
-    """A bar with block, error and time left on stderr; silent when stderr is no terminal."""
-
-    def __enter__(self) -> Any:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("{task.fields[stage]:<7}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-            console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True,
-        )  # fmt: skip
-        self._progress.start()
-        task = self._progress.add_task("", total=None, stage="embed", note="")
-
-        def listen(progress: Any) -> None:
-            self._progress.update(
-                task, completed=progress.done, total=progress.total, stage=progress.stage, note=progress.note
-            )
-
-        return listen
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from quantkit.cli.main import print_json
+from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 
 
@@ -23,7 +22,7 @@ from quantkit.errors import RequestError
     default="wikipedia-sample",
     show_default=True,
     metavar="TEXT",
-    help="NAME, FILE (.txt, .jsonl) or hub:dataset[:config[:split]]; never the calibration text.",
+    help="NAME, FILE (.txt, .jsonl, .parquet) or hub:dataset[:config[:split]]; never the calibration text.",
 )
 @click.option("--seq-len", type=int, help="Tokens per window, BOS counted.  [default: 1024; llama.cpp: 512]")
 @click.option(
@@ -56,30 +55,6 @@ def command(model: str, as_json: bool, html: str | None, **given: Any) -> None:
         raise RequestError("--html has not landed yet. Use --json and make the page from it.")
     from quantkit.evaluate.report import evaluate
 
-    with _bar() as progress:
+    with bar() as progress:
         evaluation = evaluate(model, progress=progress, **given)
     print_json(evaluation.to_json()) if as_json else click.echo(evaluation.table(color=sys.stdout.isatty()))
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar with windows done and time left on stderr; silent when stderr is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=24),
-        TextColumn("window {task.completed}/{task.total}"),
-    )
-    bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
-    bar.disable = not sys.stderr.isatty()
-    tasks: dict[str, Any] = {}
-
-    def listen(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            tasks[what] = bar.add_task(what, total=total)
-        bar.update(tasks[what], completed=done, total=total)
-
-    with bar:
-        yield listen

@@ -47,6 +47,7 @@ class Sizes:
     packed_bytes: int
     calibrated: bool
     kv_sample_bytes: int
+    whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
 
 
 def predict(sizes: Sizes) -> Prediction:
@@ -55,6 +56,7 @@ def predict(sizes: Sizes) -> Prediction:
     embed:  the embedding is read (stored copy + its finite mask + float32), then the states fill
     block:  states + a block in float32 + one Hessian per input in float64 + one batch of activations
     solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
+    self:   the whole model with its cache, before anything else
     copy:   states + three stored copies of the largest plain tensor (read, written, read back)
     """
     f32 = 4
@@ -64,6 +66,8 @@ def predict(sizes: Sizes) -> Prediction:
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
     read_block = sizes.block * f32
     phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize}
+    if sizes.whole:
+        phases["self"] = sizes.whole
     if sizes.tokens:
         # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
         reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)

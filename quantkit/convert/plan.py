@@ -13,6 +13,7 @@ from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import check_output
+from quantkit.convert import selftext
 from quantkit.convert.memory import Prediction, Sizes, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.targets import Target as Target
@@ -87,6 +88,8 @@ def make_plan(options: ConvertOptions) -> Plan:
     packed = {f"{t.name}.weight" for t in targets.values()} | {second_copy(weights, t) for t in targets.values()}
     plain = [name for name in source.names() if name not in packed]
     windows = _windows(options, tokenizer, model, problems)
+    if windows is not None and windows.ids.is_meta:
+        warnings.append(selftext.note(options, _whole(weights, options)))
     prediction = predict(_sizes(options, source, blocks, weights, targets, plain, windows))
     free = shutil.disk_usage(options.out.parent).free
     if prediction.disk > free:
@@ -126,6 +129,8 @@ def _windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems
             f"--seq-len {options.seq_len} exceeds the model's context of {limit}. Use --seq-len {limit} or less."
         )
     try:
+        if options.calibration == selftext.NAME:
+            return selftext.planned(options, tokenizer)
         return load_windows(
             options.calibration,
             tokenizer,
@@ -171,8 +176,14 @@ def _sizes(
         plain_bytes=sum(info.nbytes for info in infos),
         packed_bytes=int(packed),
         calibrated=windows is not None,
+        whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
         kv_sample_bytes=_kv_sample_bytes(config) if options.kv_bits < 16 else 0,
     )
+
+
+def _whole(weights: Weights, options: ConvertOptions) -> int:
+    """What ``--calibration self`` holds while the model writes."""
+    return selftext.bytes_needed(weights.model, sum(weights.parameters[name].numel() for name in weights.tied), options)
 
 
 def _kv_sample_bytes(config: Any) -> int:

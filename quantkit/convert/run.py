@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from quantkit import __version__
 from quantkit.algorithms.kv import KVObserver
 from quantkit.calibrate.capture import advance, observe
+from quantkit.calibrate.data import Windows
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_plan
@@ -70,6 +72,8 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     plan.raise_problems()
     map_large_blocks()
     started = time.perf_counter() if started is None else started
+    if plan.windows is not None and plan.windows.ids.is_meta:
+        plan.windows = _own_text(plan, listen)
     writer = CheckpointWriter(plan.options.out, overwrite=plan.options.overwrite, stem=plan.format.stem)
     try:
         report = _Conversion(plan, writer, listen).run()
@@ -81,6 +85,15 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     report.peak_host_bytes = peak_rss()
     report.output_bytes = sum(file.stat().st_size for file in plan.options.out.glob("*.safetensors"))
     return report
+
+
+def _own_text(plan: Plan, listen: Listener) -> Windows:
+    """``--calibration self``: the whole model writes, and is let go before the first block is loaded."""
+    windows = selftext.write(
+        plan.source, plan.tokenizer, plan.options, lambda done, total: listen(Progress("self", done, total))
+    )
+    release_free_memory()
+    return windows
 
 
 class _Conversion:

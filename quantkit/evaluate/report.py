@@ -149,8 +149,10 @@ def _times(value: float | None, factor: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A model before its weights are read: where it lies, its tokenizer's hash and the windows of the text."""
+    """A model before its weights are read: its name as it was given, where it lies, its tokenizer's hash and the windows of
+    the text."""
 
+    name: str
     source: Source
     text: Text
     tokenizer: Any
@@ -185,7 +187,7 @@ def prepare(
         raise RequestError(
             f"--seq-len {windows.seq_len}: {model} was made for at most {limit} tokens. Lower --seq-len."
         )
-    return Prepared(source, text, tokenizer, tokenizer_digest(tokenizer), windows)
+    return Prepared(str(model), source, text, tokenizer, tokenizer_digest(tokenizer), windows)
 
 
 def prepare_baseline(
@@ -213,9 +215,7 @@ def prepare_baseline(
     source = open_source(baseline)
     if source.quantization() is not None:
         raise RequestError(f"--baseline {baseline} is quantized itself. Name the 16- or 32-bit original.")
-    check_same_tokens(
-        prepared.tokenizer, load_tokenizer(source), prepared.text.text, str(prepared.source.path), str(baseline)
-    )
+    check_same_tokens(prepared.tokenizer, load_tokenizer(source), prepared.text.text, prepared.name, str(baseline))
     windows, name = prepared.windows, str(baseline)
     if streamed.must_stream(source, dtype, device, stream):
         passed = streamed.stream(source, windows, dtype=dtype, device=device, what="original", progress=progress)

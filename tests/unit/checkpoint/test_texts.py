@@ -152,3 +152,35 @@ def test_the_wikipedia_halves_share_no_article(wikipedia: Path) -> None:
         titles[split] = {article.split("\n", 1)[0] for article in text.text.split("\n\n\n")}
     assert (len(titles["calibration"]), len(titles["evaluation"])) == (45, 23)
     assert not titles["calibration"] & titles["evaluation"]
+
+
+def test_parquet_joins_the_text_column(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    for kind in (pyarrow.string(), pyarrow.large_string()):
+        table = pyarrow.table({"id": [1, 2, 3], "text": pyarrow.array(["one", None, "two"], type=kind)})
+        parquet.write_table(table, tmp_path / "a.parquet")
+        for split in ("calibration", "evaluation"):
+            found = load_text(str(tmp_path / "a.parquet"), split=split)
+            assert found.text == "one\n\ntwo"
+            assert found.sha256 == load_text(str(tmp_path / "a.parquet"), split="evaluation").sha256
+
+
+def test_a_parquet_file_without_text_names_its_columns(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"content": ["one"], "id": [1]}), path)
+    with pytest.raises(SourceError, match=r"no column 'text' .*content \(string\), id \(int64\)"):
+        load_text(str(path), split="calibration")
+    parquet.write_table(pyarrow.table({"text": [1, 2]}), path)
+    with pytest.raises(SourceError, match=r"no column 'text' holding strings .*text \(int64\)"):
+        load_text(str(path), split="calibration")
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([None, ""], pyarrow.string())}), path)
+    with pytest.raises(SourceError, match="the text is empty"):
+        load_text(str(path), split="calibration")
+    path.write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(SourceError, match="not a readable parquet file"):
+        load_text(str(path), split="calibration")

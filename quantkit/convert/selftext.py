@@ -1,0 +1,133 @@
+"""Calibration text that the model writes itself, for when there is none: ``--calibration self``.
+
+Each sequence starts with a token drawn at random and goes on as the model would (data-free calibration as in LLM-QAT,
+arXiv 2305.17888, section 3.1). The 16-bit model is loaded whole for this, in the run-time dtype.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibrate.data import Windows
+from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.tokenizer import wants_bos
+from quantkit.convert.options import ConvertOptions
+from quantkit.errors import RequestError, SourceError
+
+NAME = "self"
+# 64 windows of 1024: past this, more of one model's own text hardly changes the statistics, and writing it takes the time.
+TOKENS = 65_536
+BATCH = 16
+TEMPERATURE = 1.0
+TOP_P = 0.95  # without the tail: a stretch that starts with an improbable token rarely finds back
+
+Listener = Callable[[int, int], None]
+"""Called as ``listen(tokens written, tokens in all)``."""
+
+
+def planned(options: ConvertOptions, tokenizer: Any) -> Windows:
+    """The windows before they are written: their shape is known, their ids are on the meta device."""
+    bos = wants_bos(tokenizer)
+    if options.seq_len - int(bos) < 2:
+        raise RequestError(
+            f"--seq-len {options.seq_len}: text the model writes needs 2 tokens besides BOS. Raise --seq-len."
+        )
+    ids = torch.empty(options.samples, options.seq_len, dtype=torch.int64, device="meta")
+    return Windows(ids, NAME, "", bos, options.seed)
+
+
+def sequences(options: ConvertOptions) -> int:
+    """Sequences of ``seq_len`` tokens that are written: one per window, up to TOKENS in all."""
+    return max(1, min(options.samples, TOKENS // options.seq_len))
+
+
+def note(options: ConvertOptions, needed: int) -> str:
+    """What a plan says about it. needed: bytes of the whole model and its cache."""
+    count = sequences(options)
+    recut = "" if count == options.samples else f", cut into {options.samples} windows that overlap"
+    return (
+        f"--calibration self: the model writes {count} x {options.seq_len} tokens first{recut}; for this it is in memory "
+        f"whole ({needed / 1e9:.2f} GB)"
+    )
+
+
+def bytes_needed(model: nn.Module, tied: int, options: ConvertOptions) -> int:
+    """Host memory for writing: every weight and one batch's keys and values, in float32. tied: parameters counted twice."""
+    config: Any = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * heads * head_dim * min(BATCH, sequences(options)) * options.seq_len
+    return int(4 * (sum(p.numel() for p in model.parameters()) - tied + cache))
+
+
+def write(source: Source, tokenizer: Any, options: ConvertOptions, listen: Listener) -> Windows:
+    """Let the model write, and cut what it wrote into ``options.samples`` windows. The same seed gives the same tokens.
+
+    Raises SourceError when the tokenizer has no ordinary token to start from.
+    """
+    from quantkit.runtime.load import load
+
+    bos = tokenizer.bos_token_id if wants_bos(tokenizer) else None
+    room = options.seq_len - int(bos is not None)
+    starts = first_tokens(tokenizer, int(source.config["vocab_size"]), sequences(options), options.seed)
+    model = load(options.source, dtype="auto", kv_bits=16, device="cpu")
+    written = _continue(model, starts, bos, room, options.seed, listen)
+    text = tokenizer.decode(written.flatten().tolist())
+    windows = cut(written.flatten(), options.samples, room)
+    if bos is not None:
+        windows = torch.cat([torch.full((len(windows), 1), bos, dtype=torch.int64), windows], dim=1)
+    return Windows(
+        windows, NAME, hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(), bos is not None, options.seed
+    )
+
+
+def first_tokens(tokenizer: Any, vocab_size: int, count: int, seed: int) -> Tensor:
+    """Ordinary tokens to start from, int64 ``[count]``, each drawn anew. Raises SourceError when there are none."""
+    special = set(tokenizer.all_special_ids)
+    ordinary = [i for i in range(min(len(tokenizer), vocab_size)) if i not in special]
+    if not ordinary:
+        raise SourceError("The tokenizer has special tokens only; the model cannot write. Give a --calibration text.")
+    places = torch.randint(len(ordinary), (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.tensor(ordinary, dtype=torch.int64)[places]
+
+
+def _continue(model: Any, starts: Tensor, bos: int | None, room: int, seed: int, listen: Listener) -> Tensor:
+    """Sequences of ``room`` tokens, first token included, BOS not: int64 ``[len(starts), room]``."""
+    from quantkit.runtime.engine import run
+    from quantkit.runtime.sampling import GenerationOptions
+
+    total, done = len(starts) * room, 0
+    rows: list[list[int]] = []
+    for begin in range(0, len(starts), BATCH):
+        batch = starts[begin : begin + BATCH].tolist()
+        prompts = [[start] if bos is None else [bos, start] for start in batch]
+        asked = [
+            GenerationOptions(
+                max_tokens=room - 1, temperature=TEMPERATURE, top_p=TOP_P, seed=seed + begin + i, ignore_eos=True
+            )
+            for i in range(len(batch))
+        ]
+        found: dict[int, list[int]] = {}
+        for piece in run(model, prompts, asked, end_tokens=(), context=model.context):
+            done += 1
+            if done % BATCH == 0:
+                listen(done, total)
+            if piece.done is not None:
+                found[piece.row] = piece.done.tokens
+        rows += [[start, *found[i]] for i, start in enumerate(batch)]
+    listen(total, total)
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def cut(ids: Tensor, count: int, room: int) -> Tensor:
+    """``count`` windows of ``room`` tokens, spread evenly over the ids: side by side where there are enough, else
+    overlapping. int64 ``[count, room]``."""
+    last = len(ids) - room
+    step = min(float(room), last / max(1, count - 1))
+    return torch.stack([ids[(at := math.floor(i * step)) : at + room] for i in range(count)])
