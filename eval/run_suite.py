@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluate.divergence import Baseline
 from quantkit.evaluate.report import evaluate, prepare, prepare_baseline
 
+SIZES = ("bits_per_weight", "model_bits_per_weight", "checkpoint_bytes")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -86,6 +88,8 @@ class Runner:
             raise SystemExit(f"{row['id']}: {error}") from error
         figures = evaluation.to_json()
         figures["model"], figures["baseline"] = row["id"], None if is_original else f"{row['model']}-original"
+        if made is not None and made.get("dequantized"):  # what lies in the folder is float; the peer's own file is not
+            figures |= {size: made[size] for size in SIZES}
         data = {
             "id": row["id"], "row": definition(row), "protocol": self.evaluation, "command": command,
             "date": time.strftime("%Y-%m-%d"), "quantization": made, "evaluation": figures,
@@ -117,10 +121,11 @@ class Runner:
             return twin, None, None
         if out.exists():
             shutil.rmtree(out)
-        real = {"TWIN": str(twin), "OUT": str(out)}
+        real = {"TWIN": str(twin), "OUT": str(out), "WORK": str(self.work)}
+        begun = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_at_start": os.getloadavg()[0]}
         made: dict[str, Any] = json.loads(execute([sys.executable, *(real.get(word, word) for word in command)]))
-        made["out"] = row["id"]
-        if "layers" in made:
+        made = {**made, "out": row["id"], **begun}
+        if isinstance(made.get("layers"), list):
             made["layers"] = len(made["layers"])  # the per-layer report stays in the checkpoint
         return out, made, shlex.join(["python", *command])
 

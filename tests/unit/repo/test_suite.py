@@ -71,3 +71,36 @@ def test_every_row_of_the_suites_is_well_formed(suite):
             assert "of" not in row or row["of"] in {other["id"] for other in rows if other["model"] == row["model"]}
             if "peer" in row:
                 assert (ROOT / row["peer"][0]).exists()
+
+
+def test_a_dequantized_peers_sizes_are_those_of_its_own_file(suite, tmp_path, monkeypatch):
+    """The folder that is evaluated is float32; what the peer stored is in what its script reports."""
+    runner = suite.Runner(SUITE, tmp_path / "work", tmp_path)
+    (tmp_path / "work" / "twins" / "a").mkdir(parents=True)
+    made = {
+        "dequantized": True,
+        "bits_per_weight": 4.25,
+        "model_bits_per_weight": 6.5,
+        "checkpoint_bytes": 1000,
+        "layers": 3,
+    }
+    commands = []
+    monkeypatch.setattr(suite, "execute", lambda command: commands.append(command) or json.dumps(made))
+    monkeypatch.setattr(runner, "baseline", lambda model, twin: None)
+
+    class Found:
+        def to_json(self):
+            return {"bits_per_weight": None, "model_bits_per_weight": 32.0, "checkpoint_bytes": 9, "perplexity": 1.5}
+
+        def table(self):
+            return ""
+
+    monkeypatch.setattr(suite, "evaluate", lambda *args, **options: Found())
+    row = {"id": "a-peer", "model": "a", "label": "x", "peer": ["eval/peers/run.py", "hqq", "--work", "WORK"]}
+    runner.run(row)
+    stored = json.loads((tmp_path / "a-peer.json").read_text())
+    assert {name: stored["evaluation"][name] for name in suite.SIZES} == {name: made[name] for name in suite.SIZES}
+    work = str(tmp_path / "work")
+    assert commands[0][1:] == [*row["peer"][:3], work, f"{work}/twins/a", "--out", f"{work}/models/a-peer"]
+    assert str(tmp_path) not in stored["command"]
+    assert {"started", "load_at_start"} <= set(stored["quantization"])

@@ -1,0 +1,143 @@
+"""Peers are told on facts: which layers they left alone is found by comparing, whatever they report."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.calibrate.data import load_windows
+from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.evaluate.report import evaluate
+
+PEERS = Path(__file__).resolve().parents[2] / "eval" / "peers"
+
+
+def module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"peers_{name}", PEERS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run() -> Any:
+    sys.path.insert(0, str(PEERS))
+    try:
+        return module("run")
+    finally:
+        sys.path.remove(str(PEERS))
+
+
+def test_every_environment_pins_torch_and_names_a_script(run: Any) -> None:
+    peers = run.tomllib.loads((PEERS / "environments.toml").read_text(encoding="utf-8"))
+    assert set(peers) == {"gptqmodel", "llm-compressor", "auto-round", "hqq", "torchao"}
+    for peer in peers.values():
+        assert peer["install"][0].startswith("torch==")
+        assert all("==" in requirement for requirement in peer["install"])
+        assert (PEERS / peer["script"]).exists()
+
+
+def test_rows_of_the_suite_ask_for_methods_that_their_peer_has(run: Any) -> None:
+    peers = run.tomllib.loads((PEERS / "environments.toml").read_text(encoding="utf-8"))
+    suite = run.tomllib.loads((PEERS.parent / "suites" / "peers.toml").read_text(encoding="utf-8"))
+    asked = [row["peer"] for row in suite["row"] if "peer" in row]
+    for words in asked:
+        assert words[words.index("--method") + 1] in peers[words[1]]["methods"]
+    assert {words[1] for words in asked} == set(peers)
+
+
+def test_the_tokens_are_those_that_convert_calibrates_on(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = dict(samples=3, seq_len=32, seed=5)
+    written = module("tokens").write_tokens(
+        str(tiny_original), tmp_path / "t.safetensors", calibration=str(calibration_text), **options
+    )
+    tokenizer = load_tokenizer(open_source(tiny_original))
+    ours = load_windows(str(calibration_text), tokenizer, vocab_size=len(tokenizer), **options)
+    assert torch.equal(load_file(tmp_path / "t.safetensors")["input_ids"], ours.ids)
+    assert written.digest() == ours.digest()
+
+
+def test_what_a_peer_changed_and_left_alone_is_found_by_comparing(
+    run: Any, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    source = open_source(tiny_original)
+    dense = {name: source.read(name).float() for name in source.names()}
+    linears = [name for name in dense if "_proj" in name]
+    for name in linears[1:]:
+        dense[name] += 0.01
+    dense["model.layers.0.input_layernorm.weight"] *= 2
+    save_file(dense, tmp_path / "dense.safetensors")
+    facts = {"quantized_bytes": 1000, "checkpoint_bytes": 5000}
+    found = run.judge_dense(source, tmp_path, facts)
+    weights = sum(dense[name].numel() for name in linears[1:])
+    assert found["bits_per_weight"] == pytest.approx(8000 / weights)
+    assert (found["layers"], found["left_alone"]) == (len(linears) - 1, [linears[0].removesuffix(".weight")])
+    assert found["changed_besides"] == ["model.layers.0.input_layernorm.weight"]
+    read = open_source(tmp_path)
+    assert all(torch.equal(read.read(name), dense[name]) for name in source.names())
+    assert evaluate(tmp_path, baseline=tiny_original, data=str(calibration_text), seq_len=64, tokens=128).kl_mean > 0  # type: ignore[operator]
+
+
+def test_a_result_that_lacks_a_tensor_is_no_result(run: Any, tiny_original: Path, tmp_path: Path) -> None:
+    source = open_source(tiny_original)
+    save_file({name: source.read(name) for name in source.names()[1:]}, tmp_path / "dense.safetensors")
+    with pytest.raises(SystemExit, match=f"1 tensors .* first {source.names()[0]}"):
+        run.judge_dense(source, tmp_path, {"quantized_bytes": 1, "checkpoint_bytes": 1})
+
+
+def test_an_environment_is_made_once_and_anew_when_its_list_changes(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def pretend(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        if "venv" in command:
+            Path(command[-1]).mkdir(parents=True)
+        return type("Done", (), {"returncode": 0})()
+
+    monkeypatch.setattr(run.subprocess, "run", pretend)
+    python = run.environment("x", ["torch==1", "x==2"], tmp_path)
+    assert run.environment("x", ["torch==1", "x==2"], tmp_path) == python
+    assert len(commands) == 2
+    assert commands[1][1:] == ["-m", "pip", "install", "--quiet", "torch==1", "x==2"]
+    (tmp_path / "envs" / "x" / "old").touch()
+    run.environment("x", ["torch==1", "x==3"], tmp_path)
+    assert len(commands) == 4
+    assert not (tmp_path / "envs" / "x" / "old").exists()
+
+
+def test_a_failing_peer_is_told_and_leaves_no_result(run: Any, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(3)")
+    (tmp_path / "partial").mkdir()
+    args = type("Args", (), dict(source="s", method="m", bits=4, group_size=64, sym=True, peer="x"))()
+    with pytest.raises(SystemExit, match="x failed with exit code 3"):
+        run.quantize(Path(sys.executable), str(script), args, tmp_path / "partial")
+
+
+def test_a_weight_is_read_back_through_the_linear_that_multiplies_by_it() -> None:
+    worker = module("worker")
+    linear = torch.nn.Linear(300, 7)
+    assert torch.allclose(worker.by_identity(linear, 300, torch.float32), linear.weight, atol=1e-6)
+
+
+def test_packed_bytes_count_a_modules_tensors_but_its_bias(tmp_path: Path) -> None:
+    tensors = {
+        "a.qweight": torch.zeros(10, dtype=torch.int32), "a.scales": torch.zeros(4, dtype=torch.float16),
+        "a.bias": torch.zeros(9), "b.weight": torch.zeros(100),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert module("worker").packed_bytes(tmp_path, ["a"]) == 48
+    assert module("worker").file_bytes(tmp_path) == (tmp_path / "model.safetensors").stat().st_size
