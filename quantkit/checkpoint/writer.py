@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,29 +49,76 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, out: Path, *, overwrite: bool = False, stem: str = "model", shard_bytes: int = SHARD_BYTES
-    ) -> None:
-        """stem: what the weight files are called, one of ``source.STEMS``."""
-        check_output(out, overwrite)
-        self.out, self.overwrite, self.stem, self.shard_bytes = out, overwrite, stem, shard_bytes
-        self.entries: dict[str, Entry] = {}
-        self.folder = out.parent / f".{out.name}.partial-{os.getpid()}"
-        self._parts = self.folder / "parts"
-        with disk(self.folder):
-            self._parts.mkdir(parents=True)
+        self, out: Path, *, overwrite: bool = False, stem: str = "model", shard_bytes: int = SHARD_BYTES,
+        kept: Path | None = None, token: str = "",
+    ) -> None:  # fmt: skip
+        """stem: what the weight files are called, one of ``source.STEMS``.
 
-    def add_part(self, part: str, tensors: dict[str, Tensor]) -> None:
-        """Write some tensors to disk now. They may be freed afterwards."""
+        kept: a folder for the parts that outlives this process; ``token`` then names ``folder`` and must be the same each
+        time. ``folder`` is made by ``fresh_folder`` then, and parts with facts can be found again by ``find_part``.
+        """
+        if kept is None:
+            check_output(out, overwrite)
+        self.out, self.overwrite, self.stem, self.shard_bytes, self.kept = out, overwrite, stem, shard_bytes, kept
+        self.entries: dict[str, Entry] = {}
+        token = token or str(os.getpid())
+        self.folder, self._old = partial_folder(out, token), replaced_folder(out, token)
+        self._parts = (kept or self.folder) / "parts"
+        with disk(self._parts.parent):
+            self._parts.mkdir(parents=True, exist_ok=kept is not None)
+
+    def add_part(self, part: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None) -> None:
+        """Write some tensors to disk now. They may be freed afterwards. With facts (JSON), durably: see ``find_part``."""
         from safetensors.torch import save_file
 
         twice = sorted(set(tensors) & set(self.entries))
         if twice:
             raise CheckpointError(f"{twice[0]}: written twice")
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        entries = {n: Entry(part, t.dtype, tuple(t.shape), tensor_sha256(t)) for n, t in contiguous.items()}
+        file = self._parts / f"{part}.safetensors"
+        with disk(self._parts):
+            if facts is None:
+                save_file(contiguous, file)
+            else:
+                save_file(contiguous, file.with_suffix(".new"))
+                sync(file.with_suffix(".new"))
+                os.replace(file.with_suffix(".new"), file)
+                stored = [[n, NAMES[e.dtype], list(e.shape), e.sha256] for n, e in entries.items()]
+                write_record(self._parts / f"{part}.json", {"entries": stored, "facts": facts})
+        self.entries.update(entries)
+
+    def find_part(self, part: str) -> dict[str, Any] | None:
+        """The facts of a part that an earlier process finished; its tensors then count as written. None if there is no
+        such part or any byte of it is damaged: it has to be made again."""
+        from safetensors import SafetensorError, safe_open
+
+        record = read_record(self._parts / f"{part}.json")
+        if record is None:
+            return None
+        try:
+            with safe_open(self._parts / f"{part}.safetensors", framework="pt") as file:
+                for name, _, _, sha256 in record["entries"]:
+                    if tensor_sha256(file.get_tensor(name)) != sha256:
+                        return None
+        except (SafetensorError, OSError):
+            return None
+        dtypes = {text: dtype for dtype, text in NAMES.items()}
+        for name, dtype, shape, sha256 in record["entries"]:
+            self.entries[name] = Entry(part, dtypes[dtype], tuple(shape), sha256)
+        facts: dict[str, Any] = record["facts"]
+        return facts
+
+    def forget(self, parts: Iterable[str]) -> None:
+        """These parts will be made again: their tensors no longer count as written."""
+        gone = set(parts)
+        self.entries = {name: entry for name, entry in self.entries.items() if entry.part not in gone}
+
+    def fresh_folder(self) -> None:
+        """Make ``folder``, empty: what an earlier process left in it is removed."""
         with disk(self.folder):
-            save_file(contiguous, self._parts / f"{part}.safetensors")
-        for name, tensor in contiguous.items():
-            self.entries[name] = Entry(part, tensor.dtype, tuple(tensor.shape), tensor_sha256(tensor))
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
 
     def assemble(self) -> None:
         """Join the parts into shards and write the index. The folder is complete then, but not yet under its final name."""
@@ -88,25 +136,34 @@ class CheckpointWriter:
                 self.folder / f"{self.stem}.safetensors.index.json",
                 {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
             )
-            shutil.rmtree(self._parts)
+            if self.kept is None:
+                shutil.rmtree(self._parts)
+            for path in [*self.folder.rglob("*"), self.folder]:
+                sync(path)
 
     def commit(self) -> None:
-        """Give the folder its final name."""
+        """Give the folder its final name. May be called again after a kill: it goes on where it stopped."""
         with disk(self.folder):
-            old = self.out.parent / f".{self.out.name}.old-{os.getpid()}"
-            if self.out.exists() and self.overwrite:
-                self.out.rename(old)
-            try:
-                self.folder.rename(self.out)
-            except BaseException:
-                if old.exists():
-                    old.rename(self.out)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
+            if self.folder.exists():
+                if self.out.exists():
+                    check_output(self.out, self.overwrite)
+                    shutil.rmtree(self._old, ignore_errors=True)
+                    self.out.rename(self._old)
+                try:
+                    self.folder.rename(self.out)
+                except BaseException:
+                    if self._old.exists():
+                        self._old.rename(self.out)
+                    raise
+                sync(self.out.parent)
+            shutil.rmtree(self._old, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Remove everything written so far."""
+        """Remove everything written so far; a model that was about to be replaced is put back."""
+        if self._old.exists() and not self.out.exists():
+            self._old.rename(self.out)
         shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._parts, ignore_errors=True)
 
     def _shards(self) -> list[list[str]]:
         shards: list[list[str]] = [[]]
@@ -154,6 +211,47 @@ def check_output(out: Path, overwrite: bool) -> None:
         raise RequestError(f"{out}: is no model folder, so --overwrite will not delete it. Choose another --out.")
     if not out.parent.is_dir():
         raise RequestError(f"{out}: the folder {out.parent} does not exist. Create it, or choose another --out.")
+
+
+def partial_folder(out: Path, token: str) -> Path:
+    """Where ``out`` is put together: beside it, so that one rename finishes it."""
+    return out.parent / f".{out.name}.partial-{token}"
+
+
+def replaced_folder(out: Path, token: str) -> Path:
+    """Where the model that ``out`` replaces lies for the moment between two renames."""
+    return out.parent / f".{out.name}.replaced-{token}"
+
+
+def write_record(path: Path, data: dict[str, Any]) -> None:
+    """A JSON object that is on the disk, whole, or not there (write, fsync, rename); it carries its own checksum."""
+    text = json.dumps(data, ensure_ascii=False)
+    new = path.with_suffix(".new-record")
+    new.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
+    sync(new)
+    os.replace(new, path)
+    sync(path.parent)
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """What ``write_record`` wrote; None if it is missing or damaged."""
+    try:
+        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        return None
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's list of names, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, data: object) -> None:

@@ -23,7 +23,7 @@ COMMANDS = {
     "eval": "Measure perplexity, and divergence from the original.",
     "generate": "Generate text with a model.",
 }
-INTERRUPTED = "Interrupted. A conversion in progress leaves nothing behind."
+INTERRUPTED = "Interrupted."
 NOT_LANDED = ("bench", "serve")
 
 
@@ -71,26 +71,28 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
-        fail(INTERRUPTED, 1)
+    except (KeyboardInterrupt, click.Abort) as error:
+        fail(INTERRUPTED, 1, error)
     except RequestError as error:
-        fail(str(error), 2)
+        fail(str(error), 2, error)
     except QuantkitError as error:
-        fail(str(error), 1)
+        fail(str(error), 1, error)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:  # a disk or a permission: the system's own words are the best there are
-        fail(f"{error.filename or 'input or output'}: {error.strerror or error}.", 1)
-    except Exception:
+        fail(f"{error.filename or 'input or output'}: {error.strerror or error}.", 1, error)
+    except Exception as error:
         # An interrupt that arrives inside a library's compiled code may come out as any other exception.
         if not _interrupted:
             raise
-        fail(INTERRUPTED, 1)
+        fail(INTERRUPTED, 1, error)
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int, error: BaseException | None = None) -> None:
+    """Print one message, and below it what was noted on the error (what a job left behind), then exit."""
     if _interrupted:  # whatever came of it
         message, code = INTERRUPTED, 1
+    message = "\n".join([message, *_notes(error)])
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
     sys.exit(code)
 
@@ -105,6 +107,15 @@ def _show_warnings_as_notes() -> None:
             show(message, category, *rest, **more)
 
     warnings.showwarning = note
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    """Notes of an error and of what it came from: click turns an interrupt into an Abort of its own."""
+    found: list[str] = []
+    while error is not None:
+        found += getattr(error, "__notes__", [])
+        error = error.__cause__ or error.__context__
+    return found
 
 
 _interrupted: list[int] = []

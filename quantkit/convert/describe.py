@@ -31,6 +31,7 @@ def describe(plan: Plan) -> str:
         f"  needs     host {_size(p.host)}, device {_size(p.device)}, disk {_size(p.disk)} while running; output {_size(p.output)}",
     ]
     lines += [f"  loads in  {verdict.line()}" for verdict in lint_plan(plan)]
+    lines.append(f"  works in  {o.work_folder} (finished blocks; a stopped job goes on with --resume)")
     lines += [f"  note      {warning}" for warning in plan.warnings]
     lines += [f"  PROBLEM   {problem}" for problem in plan.problems]
     return "\n".join(lines)
@@ -39,6 +40,7 @@ def describe(plan: Plan) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "out": str(plan.options.out),
+        "work_dir": str(plan.options.work_folder),
         "options": plan.options.for_manifest(),
         **plan.prediction.to_json(),
         "phases": plan.prediction.phases,

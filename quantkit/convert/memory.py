@@ -16,7 +16,8 @@ class Prediction:
 
     host: int
     device: int
-    disk: int
+    disk: int  # peak of work folder and output together
+    work: int  # of the work folder alone: finished parts, and the states twice
     output: int
     phases: dict[str, int]  # what each phase adds to the resident size at the start
 
@@ -25,6 +26,7 @@ class Prediction:
             "peak_host_bytes": self.host,
             "peak_device_bytes": self.device,
             "peak_disk_bytes": self.disk,
+            "work_bytes": self.work,
             "output_bytes": self.output,
         }
 
@@ -77,4 +79,7 @@ def predict(sizes: Sizes) -> Prediction:
     phases["solve"] = states + read_block + hessians + factor + 9 * sizes.largest_group * f32
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
-    return Prediction(host, 0, 2 * output, output, phases)
+    work = output + 2 * states
+    return Prediction(
+        host, 0, max(work, 2 * output), work, output, phases
+    )  # states are gone when the output is assembled

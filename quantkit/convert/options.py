@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 
 # Options of the command line whose capability has not landed: refused by name, never ignored.
-NOT_LANDED = ("preset", "resume", "work_dir", "kv_budget", "activations", "target_bpw", "target_size")
+NOT_LANDED = ("preset", "kv_budget", "activations", "target_bpw", "target_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class ConvertOptions:
     strict_groups: bool = False
     overwrite: bool = False
     device: str = "auto"
+    resume: bool = False
+    work_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if self.method not in algorithms.METHODS:
@@ -82,6 +84,11 @@ class ConvertOptions:
         return Scheme(self.bits, size, self.symmetric, self.scale_dtype)
 
     @property
+    def work_folder(self) -> Path:
+        """Where a job keeps what it has done so far: the same folder each time the job is started."""
+        return Path(self.work_dir) if self.work_dir is not None else self.out.parent / f".{self.out.name}.work"
+
+    @property
     def needs_data(self) -> bool:
         """True if calibration text is read: for the method's statistics, or for the scales of the KV cache."""
         return self.method in algorithms.CALIBRATED or self.kv_bits < 16
@@ -91,7 +98,7 @@ class ConvertOptions:
         data = asdict(self)
         data["rules"] = list(self.rules)
         # source and text are identified by their hashes: a path would change the bytes and tell where they lay
-        for key in ("source", "calibration", "out", "overwrite", "strict_groups", "device"):
+        for key in ("source", "calibration", "out", "overwrite", "strict_groups", "device", "resume", "work_dir"):
             data.pop(key)
         if not self.needs_data:
             for key in ("samples", "seq_len"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,10 @@ from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
-from quantkit.checkpoint.writer import check_output
 from quantkit.convert import selftext
 from quantkit.convert.memory import Prediction, Sizes, predict
 from quantkit.convert.options import ConvertOptions
+from quantkit.convert.places import check_places, check_room
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
 from quantkit.errors import QuantkitError, RequestError
@@ -71,7 +70,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     What makes planning itself impossible (no such source, unknown architecture) is raised; everything else is collected
     in ``Plan.problems``.
     """
-    check_output(options.out, options.overwrite)
+    check_places(options)
     source = open_source(options.source)
     _refuse_same_place(options, source)
     _refuse_quantized(source)
@@ -91,12 +90,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
     prediction = predict(_sizes(options, source, blocks, weights, targets, plain, windows))
-    free = shutil.disk_usage(options.out.parent).free
-    if prediction.disk > free:
-        problems.append(
-            f"disk: {prediction.disk / 1e9:.1f} GB are needed next to {options.out}, {free / 1e9:.1f} GB are free. "
-            "Choose an --out on another disk."
-        )
+    problems += check_room(options, prediction)
     return Plan(
         options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, problems, warnings, prediction
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,16 @@ class ConvertReport:
     def dropped_tokens(self) -> int:
         """Tokens left out of statistics, summed over layers."""
         return sum(layer.dropped_tokens for layer in self.layers)
+
+    def to_store(self) -> dict[str, Any]:
+        """What a resumed job cannot find out again once the parts are gone."""
+        layers = [asdict(layer) for layer in self.layers]
+        return {"verified_tensors": self.verified_tensors, "notes": self.notes, "layers": layers}
+
+    def restore(self, stored: dict[str, Any]) -> None:
+        """Undo ``to_store``."""
+        self.verified_tensors, self.notes = stored["verified_tensors"], stored["notes"]
+        self.layers = [LayerReport(**layer) for layer in stored["layers"]]
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -15,7 +15,6 @@ from quantkit import __version__
 from quantkit.algorithms.kv import KVObserver
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
-from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.folder import write_beside
@@ -25,6 +24,7 @@ from quantkit.convert.options import ConvertOptions
 from quantkit.convert.outside import quantize_outside
 from quantkit.convert.plan import Plan, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport
+from quantkit.convert.resume import Work, identity
 from quantkit.convert.verify import verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
 from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
@@ -56,7 +56,8 @@ def convert(
 
     options: the fields of ``ConvertOptions`` (method, bits, group_size, symmetric, format, kv_bits, calibration,
     samples, seq_len, seed, ...). The folder appears under its name only when it is complete and was read back.
-    Raises QuantkitError children; nothing is left behind then, nor on Ctrl-C.
+    Raises QuantkitError children. What a later call with ``resume=True`` can go on from is kept in the work folder then,
+    also on Ctrl-C or a kill (the error's note says so); under the name ``out`` there is nothing half-written, ever.
     """
     known = set(ConvertOptions.__dataclass_fields__)
     unknown = sorted(set(options) - known)
@@ -72,14 +73,17 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     plan.raise_problems()
     map_large_blocks()
     started = time.perf_counter() if started is None else started
-    if plan.windows is not None and plan.windows.ids.is_meta:
-        plan.windows = _own_text(plan, listen)
-    writer = CheckpointWriter(plan.options.out, overwrite=plan.options.overwrite, stem=plan.format.stem)
+    work = Work(plan)
     try:
-        report = _Conversion(plan, writer, listen).run()
-        writer.commit()
-    except BaseException:
-        writer.abandon()
+        if plan.windows is not None and plan.windows.ids.is_meta:
+            plan.windows = work.text() or _own_text(plan, work, listen)
+        report = _Conversion(plan, work, listen).run()
+        work.writer.commit()
+        work.remove()
+    except BaseException as error:
+        kept = work.leave(error)
+        if kept:  # Python prints these below a traceback, the command line below its message
+            error.__notes__ = [*getattr(error, "__notes__", []), kept]
         raise
     report.seconds = time.perf_counter() - started
     report.peak_host_bytes = peak_rss()
@@ -87,20 +91,21 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     return report
 
 
-def _own_text(plan: Plan, listen: Listener) -> Windows:
+def _own_text(plan: Plan, work: Work, listen: Listener) -> Windows:
     """``--calibration self``: the whole model writes, and is let go before the first block is loaded."""
     windows = selftext.write(
         plan.source, plan.tokenizer, plan.options, lambda done, total: listen(Progress("self", done, total))
     )
     release_free_memory()
+    work.keep_text(windows)
     return windows
 
 
 class _Conversion:
     """One run of a plan: the states between blocks, and what is collected on the way."""
 
-    def __init__(self, plan: Plan, writer: CheckpointWriter, listen: Listener) -> None:
-        self.plan, self.writer, self.listen = plan, writer, listen
+    def __init__(self, plan: Plan, work: Work, listen: Listener) -> None:
+        self.plan, self.work, self.writer, self.listen = plan, work, work.writer, listen
         o = plan.options
         self.report = ConvertReport(o.out, o.method, o.format, o.scheme.describe(), o.kv_bits, warnings=plan.warnings)
         self.report.engines = lint_plan(plan)
@@ -111,10 +116,13 @@ class _Conversion:
 
     @torch.no_grad()
     def run(self) -> ConvertReport:
+        if self.work.finished is not None:
+            self.report.restore(self.work.finished)
+            return self.report
         plan = self.plan
-        states, calls, short_calls = self._embed() if plan.windows is not None else ([], [], [])
-        for index, block in enumerate(plan.blocks.modules):
-            name = plan.blocks.name(index)
+        first, states, calls, short_calls = self._begin()
+        for index in range(first, len(plan.blocks)):
+            name, block = plan.blocks.name(index), plan.blocks.modules[index]
             self.listen(Progress("blocks", index, len(plan.blocks), self._last_error()))
             plan.weights.load(name)
             result = BlockResult()
@@ -125,21 +133,43 @@ class _Conversion:
                 groups = [InputGroup((linear,)) for linear in block_linears(block)]
             quantize_block(plan, name, block, groups, result)
             del groups
-            self._finish_block(index, result)
+            self.work.record(f"block-{index:04d}", result)
+            self._collect(result)
             if states and index + 1 < len(plan.blocks):
                 advance(block, states, calls[index])
+                self.work.states.keep(index + 1, states)
             plan.weights.release(name)
             release_free_memory()
         states.clear()
         self._finish()
         return self.report
 
+    def _begin(self) -> tuple[int, list[Tensor], list[Call], list[Call]]:
+        """The first block to do, and the states in front of it. A resumed job takes up its last whole states; blocks that
+        were recorded after those are done again, with the same result."""
+        total, recorded = len(self.plan.blocks), 0
+        results: list[BlockResult] = []
+        while recorded < total and (result := self.work.replay(f"block-{recorded:04d}")) is not None:
+            results.append(result)
+            recorded += 1
+        first, states = recorded, None
+        if self.plan.windows is not None and recorded < total:
+            first, states = self.work.states.latest(recorded) or (0, None)
+        self.writer.forget(f"block-{index:04d}" for index in range(first, recorded))
+        for result in results[:first]:
+            self._collect(result)
+        if self.plan.windows is None or first == total:
+            return first, [], [], []
+        return first, *self._embed(states)
+
     def _finish(self) -> None:
         """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
         plan, total = self.plan, len(self.plan.blocks)
+        self.work.states.clear()
         self.listen(Progress("copy", total, total, self._last_error()))
         self._quantize_outside()
         self._copy_plain()
+        self.writer.fresh_folder()
         write_beside(
             plan.source,
             self.writer.folder,
@@ -151,13 +181,10 @@ class _Conversion:
         self.listen(Progress("verify", total, total))
         self.report.verified_tensors = verify_folder(self.writer.folder, self.decisions, self.writer.entries)
         self.report.verified_tensors += verify_kv(self.writer.folder, self.kv)
+        self.work.finish(self.report.to_store())
 
-    def _finish_block(self, index: int, result: BlockResult) -> None:
-        """Write what became of a block, and keep what report and verification need of it."""
-        self._write(f"block-{index:04d}", result)
-
-    def _write(self, part: str, result: BlockResult) -> None:
-        self.writer.add_part(part, result.parts)
+    def _collect(self, result: BlockResult) -> None:
+        """Keep what report and verification need of a block."""
         self.decisions.update(result.decisions)
         self.kv.update(result.kv)
         self.report.layers += result.layers
@@ -169,8 +196,9 @@ class _Conversion:
             return ""
         return f"{layers[-1].name.rpartition('.')[2]} error {layers[-1].relative_output_error:.1%}"
 
-    def _embed(self) -> tuple[list[Tensor], list[Call], list[Call]]:
-        """Hidden states in front of block 0, in batches; every block's arguments for a batch, and for a few tokens."""
+    def _embed(self, stored: list[Tensor] | None) -> tuple[list[Tensor], list[Call], list[Call]]:
+        """Hidden states in front of block 0, in batches; every block's arguments for a batch, and for a few tokens.
+        With stored states only the arguments are found out."""
         plan = self.plan
         assert plan.windows is not None
         names = before_blocks(plan.weights, plan.blocks)
@@ -178,11 +206,12 @@ class _Conversion:
             plan.weights.load_parameter(name)
         ids = plan.windows.ids
         size = _batch_size(len(ids), max(1, BATCH_TOKENS // ids.shape[1]))
-        states: list[Tensor] = []
+        states: list[Tensor] = stored or []
         calls: list[Call] = []
-        for batch in torch.split(ids, size):
+        for batch in torch.split(ids if stored is None else ids[:size], size):
             recording = record(plan.model, plan.blocks, batch)
-            states.append(recording.hidden.clone())
+            if stored is None:
+                states.append(recording.hidden.clone())
             if not calls:
                 calls = recording.calls
             elif not all(same_call(a, b) for a, b in zip(calls, recording.calls, strict=True)):
@@ -222,48 +251,34 @@ class _Conversion:
     def _quantize_outside(self) -> None:
         """Head and embeddings that a rule names, one at a time."""
         for i, target in enumerate(self.plan.outside()):
-            result = BlockResult()
-            quantize_outside(self.plan, target, result)
-            self._write(f"outside-{i}", result)
+            result = self.work.replay(f"outside-{i}")
+            if result is None:
+                result = BlockResult()
+                quantize_outside(self.plan, target, result)
+                self.work.record(f"outside-{i}", result)
+            self._collect(result)
 
     def _copy_plain(self) -> None:
         """What is not quantized, unchanged, one tensor at a time; small ones share a part."""
         small: dict[str, Tensor] = {}
         for i, name in enumerate(self.plan.plain):
+            if self.work.replay(f"plain-{i:05d}") is not None:
+                continue
             tensor = self.plan.source.read(name)
             if not bool(torch.isfinite(tensor).all()):
                 raise NumericsError(
                     f"{self.plan.source.path}: tensor {name!r} holds NaN or infinite values. The file is damaged."
                 )
             if tensor.nbytes > 1 << 22:
-                self.writer.add_part(f"plain-{i:05d}", {name: tensor})
+                self.work.record(f"plain-{i:05d}", BlockResult({name: tensor}))
             else:
                 small[name] = tensor
-        self.writer.add_part("plain", small)
+        self.work.record("plain", BlockResult(small))
 
     def _manifest(self) -> dict[str, Any]:
         """What made these bytes. No times and no paths: the same job gives the same manifest."""
-        from importlib.metadata import version
-
-        plan = self.plan
-        calibration = None
-        if plan.windows is not None:
-            w = plan.windows
-            calibration = {"text": w.name, "text_sha256": w.text_sha256, "tokens_sha256": w.digest(), "bos": w.bos}
-        return {
-            "quantkit_version": __version__,
-            "source_sha256": plan.source.digest(),
-            "options": plan.options.for_manifest(),
-            "calibration": calibration,
-            "versions": {
-                "torch": torch.__version__,
-                "transformers": version("transformers"),
-                "numpy": version("numpy"),
-            },
-            "threads": torch.get_num_threads(),
-            "notes": self.report.notes,
-            "layers": [layer.to_json() for layer in self.report.layers],
-        }
+        layers = [layer.to_json() for layer in self.report.layers]
+        return {**identity(self.plan), "notes": self.report.notes, "layers": layers}
 
 
 def _batch_size(windows: int, wanted: int) -> int:

@@ -1,0 +1,83 @@
+"""Where a conversion reads, works and writes: checked before anything is done, and the room on those disks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.writer import check_output, partial_folder, read_record
+from quantkit.convert.memory import Prediction
+from quantkit.convert.options import ConvertOptions
+from quantkit.errors import RequestError
+
+CHOICE = "Add --resume to go on with it, or --overwrite to start anew"
+
+
+def check_places(options: ConvertOptions) -> None:
+    """Raises RequestError if the output folder cannot be made, or if the work folder and --resume do not fit together."""
+    folder, job = options.work_folder, read_job(options.work_folder)
+    if options.resume:
+        if job is None:
+            done = f" {options.out} is complete." if (options.out / "quantkit.json").exists() else ""
+            raise RequestError(
+                f"--resume: there is no unfinished job in {folder}.{done} Leave --resume out to start one, "
+                "or name the job's --work-dir."
+            )
+        if job["finished"] is not None and not partial_folder(options.out, job["token"]).exists():
+            return  # the output has its name already; only tidying up is left
+    elif job is not None and not options.overwrite:
+        raise RequestError(f"{folder}: holds an unfinished job for {options.out}. {CHOICE}.")
+    check_output(options.out, options.overwrite)
+    check_work_folder(folder, options)
+
+
+def check_work_folder(folder: Path, options: ConvertOptions) -> None:
+    out, work = options.out.resolve(), folder.resolve()
+    if work == out or out in work.parents or work in out.parents:
+        raise RequestError(f"--work-dir {folder}: is, holds or lies in --out {options.out}. Choose another folder.")
+    if not folder.exists():
+        if not folder.parent.is_dir():
+            raise RequestError(f"--work-dir {folder}: the folder {folder.parent} does not exist. Create it.")
+        return
+    if not folder.is_dir():
+        raise RequestError(f"--work-dir {folder}: is no folder. Choose another one.")
+    foreign = [path.name for path in folder.iterdir() if path.name not in ("lock", "job.new-record")]
+    if foreign and not (folder / "job.json").exists():
+        raise RequestError(f"--work-dir {folder}: holds {foreign[0]!r}, so it is no work folder. Choose another one.")
+
+
+def read_job(folder: Path) -> dict[str, Any] | None:
+    """The job of a work folder, None if it holds none. Raises RequestError if its record is damaged."""
+    path = folder / "job.json"
+    job = read_record(path)
+    if job is None and path.exists():
+        raise RequestError(f"{path}: is damaged; this job cannot go on. Delete {folder} and start anew.")
+    return job
+
+
+def check_room(options: ConvertOptions, need: Prediction) -> list[str]:
+    """Problems, in words, where a disk has less room than the job needs. What a stopped job wrote counts as room."""
+    out, work = options.out.parent, options.work_folder
+    beside = work if work.exists() else work.parent
+    if not beside.exists():
+        return []  # refused by ``check_places``
+    wanted = {out: need.disk} if _one_disk(out, beside) else {out: need.output, beside: need.work}
+    problems = []
+    for place, size in wanted.items():
+        free = shutil.disk_usage(place).free + (_size(work) if options.resume else 0)
+        if size > free:
+            option = "--out" if place == out else "--work-dir"
+            problems.append(
+                f"disk: {size / 1e9:.1f} GB are needed in {place}, {free / 1e9:.1f} GB are free. "
+                f"Choose {'an' if place == out else 'a'} {option} on another disk."
+            )
+    return problems
+
+
+def _one_disk(a: Path, b: Path) -> bool:
+    return a.stat().st_dev == b.stat().st_dev
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0

@@ -1,0 +1,250 @@
+"""The work folder of a conversion: what a killed job leaves behind, and what ``--resume`` goes on from.
+
+::
+
+    .NAME.work/                 beside the output folder NAME, or --work-dir
+      lock                      held by the process that works here (flock: a kill releases it)
+      job.json                  what is converted into what; written first, removed last
+      parts/block-0007.json     one finished step: sums of its tensors, and its facts for the report
+      parts/block-0007.safetensors
+      text.json                 calibration text that the model wrote itself
+      states-0.bin, .json       hidden states in front of some block; two files in turn
+    .NAME.partial-TOKEN/        the output while it is put together, one rename away from its name
+
+Every file of JSON is written, brought to the disk and renamed, and carries a checksum: it is there and whole, or it is not
+there. See docs/adr for the order of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import secrets
+import shutil
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import __version__
+from quantkit.calibrate.data import Windows
+from quantkit.checkpoint.writer import (
+    CheckpointWriter,
+    disk,
+    partial_folder,
+    read_record,
+    replaced_folder,
+    write_record,
+)
+from quantkit.convert.block import BlockResult
+from quantkit.convert.options import ConvertOptions
+from quantkit.convert.places import check_places, read_job
+from quantkit.convert.plan import Plan
+from quantkit.convert.report import LayerReport
+from quantkit.convert.states import StateStore
+from quantkit.core.kvscheme import SCALE_NAMES, LayerScales
+from quantkit.errors import NumericsError, RequestError, UnsupportedModel
+
+INCURABLE = (NumericsError, UnsupportedModel, RequestError)  # the same again would come of the same: nothing is kept
+
+
+class Work:
+    """The work folder of one job, locked. ``writer`` writes the job's parts and its output; ``states`` the states.
+
+    Raises RequestError if another process or another job has the folder.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        o = plan.options
+        self.folder = o.work_folder
+        self.resumed = o.resume
+        identity = job_of(plan)  # takes a while: before anything is made that would have to be tidied up
+        with disk(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.folder)
+        try:
+            self._job = self._open(o, identity)
+            self.states = StateStore(self.folder)
+            self.writer = CheckpointWriter(
+                o.out, overwrite=o.overwrite, stem=plan.format.stem, kept=self.folder, token=self._job["token"]
+            )
+        except BaseException:
+            self.release()
+            raise
+
+    def _open(self, options: ConvertOptions, identity: dict[str, Any]) -> dict[str, Any]:
+        check_places(options)  # again: now nobody else can change it
+        if options.resume:
+            job = read_job(self.folder)
+            assert job is not None
+            differences = _differences(job["identity"], identity)
+            if differences:
+                raise RequestError(
+                    f"{self.folder}: is the work folder of another job; {'; '.join(differences)}. "
+                    "Repeat the command of that job, or pass --overwrite instead of --resume to start anew."
+                )
+            return job
+        if (self.folder / "job.json").exists():
+            _discard(self.folder)
+        job = {"identity": identity, "token": secrets.token_hex(4), "finished": None}
+        with disk(self.folder):
+            write_record(self.folder / "job.json", job)
+        return job
+
+    def record(self, part: str, result: BlockResult) -> None:
+        """Keep one finished step, durably."""
+        self.writer.add_part(part, result.parts, _facts(result))
+
+    def replay(self, part: str) -> BlockResult | None:
+        """What an earlier process recorded (without its tensors, which count as written), or None."""
+        facts = self.writer.find_part(part) if self.resumed else None
+        return None if facts is None else _result(facts)
+
+    def keep_text(self, windows: Windows) -> None:
+        """Keep what the model wrote for its own calibration."""
+        with disk(self.folder):
+            write_record(self.folder / "text.json", {**asdict(windows), "ids": windows.ids.tolist()})
+
+    def text(self) -> Windows | None:
+        """What ``keep_text`` kept, or None."""
+        found = read_record(self.folder / "text.json")
+        return None if found is None else Windows(**{**found, "ids": torch.tensor(found["ids"], dtype=torch.int64)})
+
+    @property
+    def finished(self) -> dict[str, Any] | None:
+        """The facts given to ``finish``, if the output was complete when an earlier process ended."""
+        found: dict[str, Any] | None = self._job["finished"]
+        return found
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """The output is complete and checked: what follows is only its name, and tidying up."""
+        self._job["finished"] = facts
+        with disk(self.folder):
+            write_record(self.folder / "job.json", self._job)
+
+    def remove(self) -> None:
+        """Remove the work folder, the record of the job last."""
+        _remove(self.folder)
+        self.release()
+
+    def leave(self, error: BaseException) -> str:
+        """After an error: keep the folder if a resumed job could get further, else remove everything.
+
+        Returns what to tell the user, "" if nothing is kept.
+        """
+        kept = any((self.folder / "parts").glob("*.json")) or (self.folder / "text.json").exists()
+        if isinstance(error, INCURABLE) or not kept:
+            self.writer.abandon()
+            self.remove()
+            return ""
+        self.release()
+        return f"Finished blocks are kept in {self.folder}: the same command with --resume goes on from there."
+
+    def release(self) -> None:
+        """Give up the lock."""
+        os.close(self._lock)
+
+
+def identity(plan: Plan) -> dict[str, Any]:
+    """What decides the bytes of the result; part of the manifest. Reads the whole source for its hash."""
+    calibration = None
+    if plan.windows is not None:
+        w = plan.windows
+        tokens = None if w.ids.is_meta else w.digest()  # not written yet: the model and the seed decide them
+        calibration = {"text": w.name, "text_sha256": w.text_sha256, "tokens_sha256": tokens, "bos": w.bos}
+    return {
+        "quantkit_version": __version__,
+        "source_sha256": plan.source.digest(),
+        "options": plan.options.for_manifest(),
+        "calibration": calibration,
+        "versions": {"torch": torch.__version__, "transformers": version("transformers"), "numpy": version("numpy")},
+        "threads": torch.get_num_threads(),
+    }
+
+
+def job_of(plan: Plan) -> dict[str, Any]:
+    """What must be the same for a job to go on: its identity, its place, and the processor's arithmetic."""
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {**identity(plan), "out": str(plan.options.out.resolve()), "cpu": cpu}
+
+
+def _differences(there: Any, here: Any, name: str = "") -> list[str]:
+    """In words, where two records differ: ``threads: 2 there, 1 here``."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = dict.fromkeys([*there, *here])
+        return [d for k in keys for d in _differences(there.get(k), here.get(k), f"{name}.{k}" if name else k)]
+    return [] if there == here else [f"{name}: {_short(there)} there, {_short(here)} here"]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:12]}..."
+
+
+def _facts(result: BlockResult) -> dict[str, Any]:
+    kv = {
+        name: {"head_dim": scales.head_dim, **{part: getattr(scales, part).tolist() for part in SCALE_NAMES}}
+        for name, scales in result.kv.items()
+    }
+    layers = [asdict(layer) for layer in result.layers]
+    return {"decisions": result.decisions, "layers": layers, "kv": kv, "notes": result.notes}
+
+
+def _result(facts: dict[str, Any]) -> BlockResult:
+    kv = {
+        name: LayerScales(**{part: torch.tensor(one[part]) for part in SCALE_NAMES}, head_dim=one["head_dim"])
+        for name, one in facts["kv"].items()
+    }
+    layers = [LayerReport(**layer) for layer in facts["layers"]]
+    return BlockResult({}, facts["decisions"], layers, kv, facts["notes"])
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the folder's lock. Raises RequestError if another process has it."""
+    path = folder / "lock"
+    while True:
+        with disk(folder):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            raise RequestError(
+                f"{folder}: another process is working on this job. Wait for it, or choose another --work-dir."
+            ) from None
+        except FileNotFoundError:
+            pass  # a job that just ended took the file away; make it anew
+        os.close(handle)
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a job's leftovers, but not its lock, which we hold. A model it was about to replace is put back."""
+    job = read_record(folder / "job.json")
+    if job is not None:
+        theirs = Path(job["identity"]["out"])
+        old = replaced_folder(theirs, job["token"])
+        if old.exists() and not theirs.exists():
+            old.rename(theirs)
+        shutil.rmtree(partial_folder(theirs, job["token"]), ignore_errors=True)
+    _remove(folder, keep="lock")
+
+
+def _remove(folder: Path, keep: str = "") -> None:
+    last = ["job.json", "lock"]
+    for path in sorted(folder.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
+        if path.name == keep:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    if not keep:
+        with contextlib.suppress(OSError):  # somebody else's lock file may be in it again
+            folder.rmdir()

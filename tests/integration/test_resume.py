@@ -1,0 +1,368 @@
+"""A job that was killed, interrupted or ran out of disk goes on with --resume and ends with the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantkit
+from quantkit.convert import resume, run, states
+from quantkit.errors import NumericsError, QuantkitError, RequestError
+
+KILLER = Path(__file__).with_name("killer.py")
+SMALL = dict(samples=4, seq_len=32, group_size=32)
+Convert = Callable[..., Any]
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def kill(folder: Path, source: Path, text: Path, plans: list[Any], **options: Any) -> dict[str, Any]:
+    """Run killer.py, see there."""
+    folder.mkdir()
+    task = {"folder": str(folder), "options": {**SMALL, **options}, "plans": plans}
+    task["options"] |= {"source": str(source), "calibration": str(text)}
+    done = subprocess.run([sys.executable, KILLER, json.dumps(task)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["failures"] == []
+    return found
+
+
+def moments(count: int, seed: int) -> list[list[dict[str, float]]]:
+    """Seeded random moments: at a share of the steps or of the time, every fourth job is killed twice."""
+    draw = random.Random(seed)
+    kinds = ("share", "time")
+    return [[{kinds[i % 2]: draw.random()} for _ in range(2 if i % 4 == 3 else 1)] for i in range(count)]
+
+
+def test_a_job_killed_at_each_rename_ends_with_the_same_bytes(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    found = kill(tmp_path / "k", tiny_original, calibration_text, ["renames", *moments(2, 0)], kv_bits=8)
+    assert found["events"].count("os.rename") >= 12  # 3 blocks, their records, states, plain tensors, job, output
+
+
+def test_a_killed_job_that_replaces_a_model_ends_with_the_same_bytes(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """The old model lies under the final name until the new one does."""
+    out = tmp_path / "out"
+    convert = convert_of(tiny_original, calibration_text, out)
+    convert(bits=8)
+    old = digest(out)
+    wanted = digest(convert_of(tiny_original, calibration_text, tmp_path / "other")().out)
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nimport quantkit\nrename = Path.rename\n"
+        "def killed(self, target):\n"
+        "    if 'partial' in self.name: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return rename(self, target)\n"
+        "Path.rename = killed\n"
+        f"quantkit.convert({str(tiny_original)!r}, out={str(out)!r}, calibration={str(calibration_text)!r}, overwrite=True, "
+        f"**{SMALL!r})\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert not out.exists()  # killed between two renames: the one moment in which the name points nowhere
+    assert [digest(p) for p in tmp_path.glob(".out.replaced-*")] == [old]
+    convert(resume=True, overwrite=True)
+    assert digest(out) == wanted
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", quantkit.algorithms.METHODS)
+def test_every_method_survives_20_random_kills(
+    method: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    kill(tmp_path / "k", tiny_original, calibration_text, ["renames", *moments(20, 1)], method=method)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
+    kill(tmp_path / "k", tiny_original, calibration_text, ["events"], kv_bits=4, format="native")
+
+
+def convert_of(source: Path, text: Path, out: Path) -> Convert:
+    def convert(**options: Any) -> Any:
+        return quantkit.convert(source, out=out, calibration=str(text), **{**SMALL, **options})
+
+    return convert
+
+
+@pytest.fixture
+def convert(tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
+    """Convert the tiny model to ``tmp_path / "out"``, states stored after each block."""
+    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(states, "SHARE", 0)
+    return convert_of(tiny_original, calibration_text, tmp_path / "out")
+
+
+class Stopped(Exception):
+    """What a test raises in the middle of a job."""
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:
+    """The next job fails in its n-th block, after its quantization and before its states are advanced."""
+    count = 0
+
+    def fails(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == call:
+            monkeypatch.setattr(run, "advance", advance)
+            raise error
+        advance(*args)
+
+    advance = run.advance
+    monkeypatch.setattr(run, "advance", fails)
+
+
+@pytest.fixture
+def stopped(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, str]]:
+    """A job that stopped in its second block: its work folder, and what it should become."""
+    convert()
+    wanted = digest(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "wanted")
+    stop_at(monkeypatch, 2, Stopped())
+    with pytest.raises(Stopped) as caught:
+        convert()
+    assert "--resume" in caught.value.__notes__[0]
+    return tmp_path / ".out.work", wanted
+
+
+def test_an_error_leaves_a_job_that_can_go_on(
+    stopped: tuple[Path, dict[str, str]], convert: Convert, tmp_path: Path
+) -> None:
+    work, wanted = stopped
+    assert {p.name for p in (work / "parts").glob("*.json")} == {"block-0000.json", "block-0001.json"}
+    seen = []
+    report = convert(resume=True, on_progress=lambda progress: seen.append((progress.stage, progress.done)))
+    assert seen[0] == ("blocks", 1)  # the states in front of block 1 were stored: block 0 is not done again
+    assert len(report.layers) == 21
+    assert digest(tmp_path / "out") == wanted
+    assert not work.exists()
+
+
+@pytest.mark.parametrize(
+    ("damaged", "first"),
+    [("states-0.bin", 0), ("states-0.json", 0), ("parts/block-0000.json", 0), ("parts/block-0000.safetensors", 0),
+     ("parts/block-0001.safetensors", 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_a_damaged_record_is_done_again(
+    damaged: str, first: int, how: str, stopped: tuple[Path, dict[str, str]], convert: Convert, tmp_path: Path
+) -> None:
+    work, wanted = stopped
+    data = bytearray((work / damaged).read_bytes())
+    data[len(data) // 2] ^= 1
+    (work / damaged).write_bytes(data if how == "flip" else data[: len(data) // 2])
+    if how == "remove":
+        (work / damaged).unlink()
+    seen = []
+    convert(resume=True, on_progress=lambda progress: seen.append((progress.stage, progress.done)))
+    assert seen[0] == ("blocks", first)
+    assert digest(tmp_path / "out") == wanted
+
+
+def test_older_states_are_used_when_the_younger_ones_are_damaged(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert()
+    wanted = digest(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "wanted")
+    monkeypatch.setattr(run._Conversion, "_finish", lambda self: (_ for _ in ()).throw(Stopped()))
+    with pytest.raises(Stopped):
+        convert()
+    monkeypatch.undo()
+    work = tmp_path / ".out.work"
+    (work / "parts" / "block-0002.json").unlink()
+    young = max((0, 1), key=lambda slot: json.loads((work / f"states-{slot}.json").read_text().split("\n")[1])["block"])
+    (work / f"states-{young}.bin").write_bytes(b"")
+    seen = []
+    convert(resume=True, on_progress=lambda progress: seen.append((progress.stage, progress.done)))
+    assert seen[0] == ("blocks", 1)
+    assert digest(tmp_path / "out") == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bits": 8}, ["options.bits: 4 there, 8 here"]),
+        ({"samples": 3}, ["options.samples: 4 there, 3 here", "tokens_sha256"]),
+        ({"seed": 1, "damping": 0.1}, ["options.seed", "options.damping"]),
+    ],
+)
+def test_another_job_is_refused_and_the_difference_named(
+    change: dict[str, Any], words: list[str], stopped: tuple[Path, dict[str, str]], convert: Convert
+) -> None:
+    before = digest(stopped[0] / "parts")
+    with pytest.raises(RequestError, match="work folder of another job") as caught:
+        convert(resume=True, **change)
+    assert all(word in str(caught.value) for word in words)
+    assert digest(stopped[0] / "parts") == before
+
+
+def test_another_number_of_threads_or_version_is_refused(
+    stopped: tuple[Path, dict[str, str]], convert: Convert, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    monkeypatch.setattr(resume, "__version__", "99")
+    with pytest.raises(RequestError, match=r"quantkit_version: .* there, 99 here.*threads: .* there, 77 here"):
+        convert(resume=True)
+
+
+def test_a_changed_source_or_text_is_refused(
+    tiny_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(calibration_text.read_bytes())
+    convert = convert_of(tiny_model, text, tmp_path / "out")
+    stop_at(monkeypatch, 1, Stopped())
+    with pytest.raises(Stopped):
+        convert()
+    text.write_text("Another text. " * 500)
+    with pytest.raises(RequestError, match="text_sha256"):
+        convert(resume=True)
+    text.write_bytes(calibration_text.read_bytes())
+    weights = bytearray((tiny_model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tiny_model / "model.safetensors").write_bytes(weights)
+    with pytest.raises(RequestError, match="source_sha256"):
+        convert(resume=True)
+
+
+def test_a_job_that_waits_is_not_overrun(
+    stopped: tuple[Path, dict[str, str]], convert: Convert, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=r"--resume to go on with it, or --overwrite"):
+        convert()
+    convert(overwrite=True, bits=8)
+    assert digest(tmp_path / "out") != stopped[1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "wanted"]
+
+
+def test_two_processes_do_not_work_in_one_folder(stopped: tuple[Path, dict[str, str]], convert: Convert) -> None:
+    held = resume._lock(stopped[0])
+    try:
+        with pytest.raises(RequestError, match="another process"):
+            convert(resume=True)
+    finally:
+        os.close(held)
+    convert(resume=True)
+
+
+def test_resume_without_a_job_says_what_to_do(
+    tiny_original: Path, tmp_path: Path, quantkit: Callable[..., Any]
+) -> None:
+    done = quantkit("convert", tiny_original, "--out", tmp_path / "out", "--method", "rtn", "--resume")
+    assert done.returncode == 2
+    assert "no unfinished job" in done.stderr
+    assert "Leave --resume out" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_other_things_in_it_is_no_work_folder(convert: Convert, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("important")
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(RequestError, match=r"thesis\.txt.*no work folder"):
+            convert(work_dir=mine, **options)
+    for inside in (tmp_path / "out" / "work", tmp_path, tmp_path / "out"):
+        with pytest.raises(RequestError, match="--work-dir"):
+            convert(work_dir=inside)
+    assert (mine / "thesis.txt").read_text() == "important"
+
+
+def test_the_work_folder_may_lie_elsewhere(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at(monkeypatch, 1, Stopped())
+    with pytest.raises(Stopped):
+        convert(work_dir=tmp_path / "work")
+    assert [p.name for p in tmp_path.iterdir()] == ["work"]
+    convert(work_dir=tmp_path / "work", resume=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_resumed_job_cannot_cure_leaves_nothing(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, 2, NumericsError("model.layers.1: all of it is NaN"))
+    with pytest.raises(NumericsError) as caught:
+        convert()
+    assert not getattr(caught.value, "__notes__", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+INTERRUPT = """
+import os, signal, sys
+import quantkit.convert.run as run
+block, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+observe = run.observe
+def interrupted(*args):
+    global block
+    block -= 1
+    if block < 0:
+        os.kill(os.getpid(), number)
+    return observe(*args)
+run.observe = interrupted
+from quantkit.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "block"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+def test_an_interrupted_command_says_how_to_go_on(
+    number: int, block: int, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """One that had finished no block leaves nothing, so that the same command starts anew."""
+    out = tmp_path / "out"
+    command = ["convert", str(tiny_original), "--out", str(out), "--calibration", str(calibration_text)]
+    command += ["--group-size", "32", "--samples", "4", "--seq-len", "32"]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPT, str(block), str(int(number)), *command], check=False, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.strip().startswith("Error: Interrupted.")
+    assert "Traceback" not in done.stderr
+    assert ("--resume" in done.stderr) == (block > 0)
+    assert [p.name for p in tmp_path.iterdir()] == ([".out.work"] if block else [])
+
+
+@pytest.mark.parametrize("limit", [10_000, 25_000, 40_000, 60_000])
+def test_a_full_disk_stops_cleanly_and_the_job_goes_on_when_there_is_room(
+    limit: int, convert: Convert, tmp_path: Path
+) -> None:
+    """Files beyond ``limit`` bytes cannot be written (EFBIG is to us what ENOSPC is: an OSError from the system).
+
+    10 kB is less than a block's part, 25 kB than the states, 40 kB than the plain tensors, 60 kB than the assembled file.
+    """
+    convert()
+    wanted = digest(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "wanted")
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        with pytest.raises(QuantkitError, match=r"cannot write.*Free some space"):
+            convert()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not (tmp_path / "out").exists()
+    convert(resume=(tmp_path / ".out.work").exists())
+    assert digest(tmp_path / "out") == wanted
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "wanted"]
