@@ -123,6 +123,9 @@ class GGUFSource:
         stored = self._entry(name)
         return TensorInfo(torch.bfloat16 if stored.kind == "BF16" else torch.float16, stored.shape)
 
+    def read_entry(self, name: str, index: int) -> Tensor:
+        return self.read(name)[index]
+
     def read(self, name: str) -> Tensor:
         """One tensor, dequantized in float32 and cast. Raises SourceError if a value does not fit float16."""
         stored = self._entry(name)

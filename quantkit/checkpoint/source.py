@@ -62,6 +62,9 @@ class Source(Protocol):
     def read(self, name: str) -> Tensor:
         """One tensor in memory of its own. Raises SourceError if it is missing or damaged."""
 
+    def read_entry(self, name: str, index: int) -> Tensor:
+        """One entry of a tensor's first dimension (one expert of a fused tensor), without reading the others."""
+
     def digest(self) -> str:
         """sha256 that identifies the content."""
 
@@ -96,12 +99,20 @@ class FolderSource:
         return self._infos[name]
 
     def read(self, name: str) -> Tensor:
+        return self._read(name, None)
+
+    def read_entry(self, name: str, index: int) -> Tensor:
+        return self._read(name, index)
+
+    def _read(self, name: str, index: int | None) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
         self.info(name)
         try:
             # Opened anew for each tensor: a mapping that stays open keeps every touched page in this process's memory.
             with safe_open(self.path / self._files[name], framework="pt") as file:
+                if index is not None:
+                    return file.get_slice(name)[index].clone()  # type: ignore[no-any-return]
                 tensor: Tensor = file.get_tensor(name).clone()
         except (SafetensorError, OSError) as error:
             raise SourceError(

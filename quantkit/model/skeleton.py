@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoint.names import match_names
+from quantkit.checkpoint.names import Stored, match_names
 from quantkit.checkpoint.source import Source
 from quantkit.errors import NumericsError, SourceError, UnsupportedModel
+from quantkit.model.experts import Experts, is_fused, routers, unfuse_experts
+from quantkit.model.naming import Naming
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ NOT_STRUCTURE = (
 )  # fmt: skip
 
 
-def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, *, unfuse: bool = True) -> nn.Module:
     """The transformers model of a config, parameters on the meta device, buffers (rotary tables, scales) real, eval mode.
 
-    Raises UnsupportedModel for a model type that transformers does not know or that is no causal language model.
+    unfuse: experts become one linear per expert and projection (``model/experts.py``). Raises UnsupportedModel for a model type that transformers does not know or that is no causal language model.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -77,6 +79,8 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         raise UnsupportedModel(
             f"model_type {kind!r}: no causal language model of that type in transformers ({error})"
         ) from None
+    if unfuse:
+        unfuse_experts(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -114,21 +118,32 @@ def find_blocks(model: nn.Module) -> Blocks:
             raise UnsupportedModel(
                 f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no linear layer to quantize."
             )
-        odd = [
-            f"{blocks.name(index)}.{name} {list(p.shape)}"
-            for name, p in block.named_parameters()
-            if p.dim() > 1 and not isinstance(block.get_submodule(name.rpartition(".")[0]), nn.Linear)
-        ]
+        odd = _odd_weights(block)
         if odd:
             raise UnsupportedModel(
-                f"{kind}: {odd[0]} is a weight outside an nn.Linear (fused experts, Conv1D, ...): not supported yet."
+                f"{kind}: {blocks.name(index)}.{odd[0]} is a weight outside an nn.Linear (Conv1D, ...): not supported."
             )
     return blocks
 
 
+def _odd_weights(block: nn.Module) -> list[str]:
+    """Weights of more than one dimension that neither a linear nor a router nor fused experts hold, with their shapes."""
+    known = routers(block)
+    return [
+        f"{name}.{local} {list(p.shape)}"
+        for name, module in block.named_modules()
+        if not isinstance(module, nn.Linear) and name not in known and not is_fused(module)
+        for local, p in module.named_parameters(recurse=False)
+        if p.dim() > 1
+    ]
+
+
 def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
-    """Linears of one block by their name inside it, in module order."""
-    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    """Linears of one block by their name inside it, in module order. Routers are none: they stay as they are."""
+    known = routers(block)
+    return {
+        name: module for name, module in block.named_modules() if isinstance(module, nn.Linear) and name not in known
+    }
 
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -145,20 +160,44 @@ class Weights:
         self.model, self.source, self.dtype = model, source, dtype
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
         self.tied = tied_parameters(model)
-        prefix = getattr(model, "base_model_prefix", "")
-        self.names = match_names(self.parameters, source.names(), self.tied, prefix, str(source.path))
-        for name, stored in self.names.items():
-            if source.info(stored).dtype not in FLOATS:
-                raise SourceError(
-                    f"{source.path}: tensor {stored!r} is stored as {source.info(stored).dtype}, but config.json names no "
-                    "quantization that explains it. Give the 16-bit original."
-                )
-            expected, found = tuple(self.parameters[name].shape), source.info(stored).shape
-            if expected != found:
-                raise SourceError(
-                    f"{source.path}: tensor {stored!r} has shape {list(found)}; config.json implies {list(expected)}. "
-                    "The weights and the config belong to different models."
-                )
+        naming = Naming(model)
+        where = str(source.path)
+        self.sources: dict[str, Stored] = match_names(self.parameters, source.names(), self.tied, naming.places, where)
+        self.names = {  # under which each is written: as the source calls it; experts of a fused tensor get names of their own
+            name: stored.name if stored.index is None else naming.written(name) for name, stored in self.sources.items()
+        }
+        for name in self.sources:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        stored = self.sources[name]
+        info = self.source.info(stored.name)
+        if info.dtype not in FLOATS:
+            raise SourceError(
+                f"{self.source.path}: tensor {stored.name!r} is stored as {info.dtype}, but config.json names no "
+                "quantization that explains it. Give the 16-bit original."
+            )
+        expected, found = tuple(self.parameters[name].shape), info.shape
+        if stored.index is not None:
+            experts, local = self._expert(name)
+            found = tuple(experts.layout.pick(torch.empty(info.shape[1:], device="meta"), local).shape)
+            if len(experts) != info.shape[0]:
+                found = info.shape
+        if expected != found:
+            raise SourceError(
+                f"{self.source.path}: tensor {stored.name!r} has shape {list(found)}; config.json implies {list(expected)}. "
+                "The weights and the config belong to different models."
+            )
+
+    def _expert(self, name: str) -> tuple[Experts, str]:
+        """The experts that a parameter belongs to, and its name inside one of them (``up_proj.weight``)."""
+        owner, _, projection = name.rpartition(".")[0].rpartition(".")
+        experts: Any = self.model.get_submodule(owner.rpartition(".")[0])
+        return experts, f"{projection}.{name.rpartition('.')[2]}"
+
+    def stored(self, name: str) -> str:
+        """The stored tensor that a parameter is, or is cut from."""
+        return self.sources[name].name
 
     def load(self, module_name: str) -> None:
         """Read every parameter below a module (``""`` = none but its own) into memory. Raises NumericsError for NaN or inf."""
@@ -173,15 +212,23 @@ class Weights:
 
     def read(self, name: str) -> Tensor:
         """One parameter in the working dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
-        stored = self.names[name]
-        value = self.source.read(stored)
+        return self.raw(name).to(self.dtype)
+
+    def raw(self, name: str) -> Tensor:
+        """One parameter in its stored dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
+        stored = self.sources[name]
+        if stored.index is None:
+            value = self.source.read(stored.name)
+        else:
+            experts, local = self._expert(name)
+            value = experts.layout.pick(self.source.read_entry(stored.name, stored.index), local)
         if not bool(torch.isfinite(value).all()):
             bad = int((~torch.isfinite(value)).sum())
             raise NumericsError(
-                f"{self.source.path}: tensor {stored!r} holds {bad} NaN or infinite values. The file is damaged or the "
+                f"{self.source.path}: tensor {stored.name!r} holds {bad} NaN or infinite values. The file is damaged or the "
                 "training diverged; nothing sensible can be quantized from it."
             )
-        return value.to(self.dtype)
+        return value
 
     def release(self, module_name: str) -> None:
         """Put a module's parameters back on meta, so that their memory is free."""

@@ -15,6 +15,7 @@ from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.errors import CheckpointError, RequestError, SourceError
 from quantkit.formats.kv_scales import read_kv_scales
 from quantkit.formats.reader import QuantizedReader
+from quantkit.model.naming import Naming
 from quantkit.model.skeleton import Weights, build_skeleton
 from quantkit.runtime.linear import KERNELS, QuantLinear, pack
 from quantkit.runtime.model import Model
@@ -119,7 +120,7 @@ def fill(
 
     Raises SourceError naming what is missing or left over, CheckpointError for a quantized module that does not fit.
     """
-    places = {stored: place(module, stored, str(source.path)) for stored in reader.modules}
+    places = place_modules(module, reader, str(source.path))
     if not dequantize:
         for name in places.values():  # before Weights looks for names: a packed linear has no dense weight
             module.get_submodule(name)._parameters.pop("weight")
@@ -182,7 +183,7 @@ def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tupl
     """Every parameter of a skeleton as float weights, read (and dequantized) one at a time, whatever the format; and the
     names of those that are stored quantized. Raises SourceError and CheckpointError as ``fill`` does."""
     reader = QuantizedReader(source)
-    places = {stored: place(module, stored, str(source.path)) for stored in reader.modules}
+    places = place_modules(module, reader, str(source.path))
     return Weights(module, _Plain(source, reader, places, module), dtype), {
         f"{name}.weight" for name in places.values()
     }
@@ -190,20 +191,25 @@ def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tupl
 
 def _equal(weights: Weights, name: str, twin: str) -> bool:
     """Whether a tied parameter really is its twin. A file may store both, and differ: transformers then unties them."""
-    own, other = weights.names[name], weights.names[twin]
+    own, other = weights.stored(name), weights.stored(twin)
     return own == other or torch.equal(weights.source.read(own), weights.source.read(other))
 
 
-def place(module: nn.Module, stored: str, where: str) -> str:
-    """The module that a quantized module of the file belongs to; files saved from the base model lack its prefix."""
-    prefix = getattr(module, "base_model_prefix", "")
-    modules = dict(module.named_modules())
-    for name in (stored, f"{prefix}.{stored}"):
-        if isinstance(modules.get(name), nn.Linear):
-            return name
-    raise CheckpointError(
-        f"{where}: holds a quantized weight for {stored!r}, but the model has no linear layer of that name."
-    )
+def place_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:
+    """Quantized module of the file -> the module of the model that it belongs to.
+
+    Raises CheckpointError if the model has no linear layer for one. Call it while every linear still has its weight.
+    """
+    naming = Naming(module)
+    places: dict[str, str] = {}
+    for stored in reader.modules:
+        name = naming.module(stored)
+        if name is None or not isinstance(module.get_submodule(name), nn.Linear):
+            raise CheckpointError(
+                f"{where}: holds a quantized weight for {stored!r}, but the model has no linear layer of that name."
+            )
+        places[stored] = name
+    return places
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
@@ -249,6 +255,9 @@ class _Plain:
         if name not in self._dense:
             return self.source.read(name)
         return read_module(self.source, self.reader, name.removesuffix(".weight"), self._dense[name]).dequantize()
+
+    def read_entry(self, name: str, index: int) -> Tensor:
+        return self.source.read_entry(name, index)
 
     def digest(self) -> str:
         return self.source.digest()

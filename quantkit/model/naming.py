@@ -1,0 +1,125 @@
+"""Which parameters of a skeleton a stored tensor is, and under which name a parameter is written.
+
+transformers renames tensors while it loads (mixtral's ``block_sparse_moe.experts.0.w1`` is one of the experts of
+``mlp.experts.gate_up_proj``). Its own mapping says how; here it is read in both directions, expert by expert.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from quantkit.checkpoint.names import Place
+from quantkit.model.experts import BIASES, FUSED, expert_modules, fused_name
+
+HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class _PerExpert:
+    """A rule of transformers: tensors that a checkpoint stores one per expert -> one fused tensor.
+
+    sources: patterns with ``*`` for the expert, in the order of the projections that the target stacks.
+    """
+
+    transform: Any
+    sources: tuple[str, ...]
+    projections: tuple[str, ...]
+
+
+class Naming:
+    """The names of one skeleton. Build it before any parameter is taken out of the skeleton."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.prefix = getattr(model, "base_model_prefix", "")
+        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.experts = dict(expert_modules(model))
+        self.renamings, self.rules = _mapping(model)
+
+    def places(self, stored: str) -> list[Place]:
+        """The parameters that a stored tensor holds: none, one, or all experts' parts of a fused one."""
+        for key in (stored, f"{self.prefix}.{stored}", stored.removeprefix(f"{self.prefix}.")):
+            found = self._places(key)
+            if found:
+                return found
+        return []
+
+    def module(self, stored: str) -> str | None:
+        """The module that a stored (quantized) module belongs to: the owner of the weight it would have."""
+        found = self.places(f"{stored}.weight")
+        return found[0].parameter.removesuffix(".weight") if len(found) == 1 and found[0].index is None else None
+
+    def _places(self, key: str) -> list[Place]:
+        if key in self.parameters:
+            return [Place(key)]
+        for renaming in self.renamings:
+            key, _ = renaming.rename_source_key(key)
+        if key in self.parameters:
+            return [Place(key)]
+        for rule in self.rules:
+            target, pattern = rule.transform.rename_source_key(key)
+            if pattern is not None:
+                return self._of_one_expert(rule, key, target, pattern)
+        return self._of_all_experts(key)
+
+    def _of_one_expert(self, rule: _PerExpert, key: str, target: str, pattern: str) -> list[Place]:
+        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)") + "$", key)
+        owner = target.rpartition(".")[0]
+        if number is None or owner not in self.experts:
+            return []
+        name = f"{owner}.{number[1]}.{rule.projections[rule.sources.index(pattern)]}.weight"
+        return [Place(name)] if name in self.parameters else []
+
+    def _of_all_experts(self, key: str) -> list[Place]:
+        owner, _, local = key.rpartition(".")
+        if owner not in self.experts or local not in (*FUSED, *BIASES.values()):
+            return []
+        names = (name for name, _ in self.experts[owner].named_parameters())
+        each = [(int(name.partition(".")[0]), f"{owner}.{name}", name.partition(".")[2]) for name in names]
+        return [Place(full, index) for index, full, tail in each if fused_name(tail) == local]
+
+    def written(self, parameter: str) -> str:
+        """The name that checkpoints of this family give an expert's parameter; its own where they have none."""
+        owner, _, tail = parameter.partition(".experts.")
+        owner, (index, _, local) = f"{owner}.experts", tail.partition(".")
+        for rule in self.rules if owner in self.experts else ():
+            for source, projection in zip(rule.sources, rule.projections, strict=True):
+                fused = f"{owner}.{fused_name(local)}"
+                target = rule.transform.target_patterns[0]
+                if local != f"{projection}.weight" or not fused.endswith(target):
+                    continue
+                for candidate in self._unrenamed(fused.removesuffix(target) + source.replace("*", index)):
+                    if self.places(candidate) == [Place(parameter)]:
+                        return candidate
+        return parameter
+
+    def _unrenamed(self, name: str) -> list[str]:
+        """What a name may have been before transformers renamed it, likeliest first."""
+        candidates = [name]
+        for renaming in reversed(self.renamings):
+            candidates = [renaming.reverse_transform().rename_source_key(candidates[0])[0], *candidates]
+        return candidates
+
+
+def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert]]:
+    """transformers' renamings for a model, and its rules that gather experts. Other rules are left out: what they would
+    convert has no place here, and is refused by name."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    transforms = get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    rules = []
+    for transform in transforms:
+        if not isinstance(transform, WeightConverter) or len(transform.target_patterns) != 1:
+            continue
+        fused = transform.target_patterns[0].rpartition(".")[2]
+        steps = [(type(op).__name__, getattr(op, "dim", None)) for op in transform.operations]
+        gathers = steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+        sources = tuple(transform.source_patterns)
+        if gathers and len(HALVES.get(fused, ())) == len(sources):
+            rules.append(_PerExpert(transform, sources, HALVES[fused]))
+    return renamings, rules
