@@ -63,6 +63,7 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     data = tiny_config(name, **changes)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(data.pop("model_type"), **data)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

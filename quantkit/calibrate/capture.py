@@ -63,11 +63,12 @@ def observe(
 
     handles = [linear.register_forward_pre_hook(hook(i)) for i, linear in enumerate(firsts)]
     if cache is not None:
-        if "past_key_values" not in call.kwargs:
+        taken = next((key for key in ("past_key_values", "layer_past") if key in call.kwargs), None)
+        if taken is None:
             raise UnsupportedModel(
                 f"{type(block).__name__}: takes no past_key_values; its KV cache cannot be calibrated."
             )
-        call = dataclasses.replace(call, kwargs={**call.kwargs, "past_key_values": cache})
+        call = dataclasses.replace(call, kwargs={**call.kwargs, taken: cache})
     try:
         for state in states:
             seen.clear()

@@ -19,6 +19,7 @@ from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats import Format, Layout, writer_format
+from quantkit.model.experts import expert_linears, routers
 from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
 
 
@@ -38,16 +39,17 @@ class Plan:
         str, Target
     ]  # by parameter name of the module, e.g. "model.layers.0.mlp.up_proj"; head and embeddings too
     plain: list[str]  # stored tensors copied unchanged
+    split: list[str]  # 16-bit parameters that are cut from a stored tensor (biases of fused experts), or renamed
     problems: list[str]
     warnings: list[str]
     prediction: Prediction
 
     def layout(self) -> Layout:
-        names = self.weights.names
+        names, known = self.weights.names, routers(self.model)
         dense = [
             names[f"{name}.weight"].removesuffix(".weight") if f"{name}.weight" not in self.weights.tied else name
             for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and name not in self.targets
+            if (isinstance(module, nn.Linear) and name not in self.targets) or name in known
         ]
         outside = [t.name for t in self.outside()]
         return Layout({t.name: t.scheme for t in self.targets.values()}, dense, outside)
@@ -84,16 +86,28 @@ def make_plan(options: ConvertOptions) -> Plan:
 
     chosen = choose_targets(options, form, blocks, weights)
     targets, problems, warnings = chosen.chosen, chosen.problems, chosen.warnings
-    packed = {f"{t.name}.weight" for t in targets.values()} | {second_copy(weights, t) for t in targets.values()}
-    plain = [name for name in source.names() if name not in packed]
+    plain, split = _unquantized(weights, targets)
     windows = _windows(options, tokenizer, model, problems)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
-    prediction = predict(_sizes(options, source, blocks, weights, targets, plain, windows))
+    prediction = predict(_sizes(options, weights, blocks, targets, plain, split, windows))
     problems += check_room(options, prediction)
     return Plan(
-        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, problems, warnings, prediction
+        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, problems, warnings, prediction
     )  # fmt: skip
+
+
+def _unquantized(weights: Weights, targets: dict[str, Target]) -> tuple[list[str], list[str]]:
+    """Stored tensors that are copied unchanged, and 16-bit parameters that are cut from a fused one or renamed."""
+    quantized = {t.parameter for t in targets.values()}
+    split = [
+        name
+        for name, stored in weights.sources.items()
+        if name not in quantized and (stored.index is not None or weights.names[name] != stored.name)
+    ]
+    used = {weights.stored(name) for name in (*quantized, *split)}
+    used |= {copy for t in targets.values() if (copy := second_copy(weights, t)) is not None}
+    return [name for name in weights.source.names() if name not in used], split
 
 
 def _refuse_same_place(options: ConvertOptions, source: Source) -> None:
@@ -139,35 +153,42 @@ def _windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems
 
 
 def _sizes(
-    options: ConvertOptions, source: Source, blocks: Blocks, weights: Weights, targets: dict[str, Target],
-    plain: list[str], windows: Windows | None,
+    options: ConvertOptions, weights: Weights, blocks: Blocks, targets: dict[str, Target], plain: list[str],
+    split: list[str], windows: Windows | None,
 ) -> Sizes:  # fmt: skip
-    linears = [block_linears(block).values() for block in blocks.modules]
     block_sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.modules]
-    big = block_sizes.index(max(block_sizes))
+    block = blocks.modules[block_sizes.index(max(block_sizes))]
+    linears, experts = block_linears(block), expert_linears(block)
+    # experts run and are solved one after the other; each has statistics of its own, shared by gate and up
+    at_once = [linear for name, linear in linears.items() if name not in experts or experts[name][1] == 0]
     by_width: dict[int, int] = {}
-    for linear in linears[big]:
+    for linear in at_once:
         by_width[linear.in_features] = by_width.get(linear.in_features, 0) + linear.out_features
     packed = sum(
         t.out_features
         * (t.in_features * t.scheme.bits / 8 + t.scheme.groups(t.in_features) * (2 + (not t.scheme.symmetric)))
         for t in targets.values()
     )
-    infos = [source.info(name) for name in plain]
+    infos = [weights.source.info(name) for name in plain]
+    cut = sum(weights.parameters[n].numel() * weights.source.info(weights.stored(n)).dtype.itemsize for n in split)
     config: Any = weights.model.config
     before = before_blocks(weights, blocks)
     return Sizes(
         before_blocks=sum(weights.parameters[name].numel() for name in before),
         stored_itemsize=max(info.dtype.itemsize for info in infos),
         largest_plain=max(info.nbytes // info.dtype.itemsize for info in infos),
-        block=block_sizes[big],
-        widths=tuple(linear.in_features for linear in linears[big]),
+        block=max(block_sizes),
+        widths=tuple(
+            linear.in_features
+            for name, linear in linears.items()
+            if name not in experts or not name.endswith(".up_proj")
+        ),
         largest_group=max(width * out for width, out in by_width.items()),
-        inner=sum(linear.in_features + linear.out_features for linear in linears[big]),
+        inner=sum(linear.in_features + linear.out_features for linear in at_once),
         hidden=config.hidden_size,
         tokens=0 if windows is None else windows.ids.numel(),
         seq_len=options.seq_len,
-        plain_bytes=sum(info.nbytes for info in infos),
+        plain_bytes=sum(info.nbytes for info in infos) + cut,
         packed_bytes=int(packed),
         calibrated=windows is not None,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,

@@ -15,6 +15,7 @@ from quantkit import __version__
 from quantkit.algorithms.kv import KVObserver
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
+from quantkit.calibrate.experts import share_statistics
 from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.folder import write_beside
@@ -242,10 +243,12 @@ class _Conversion:
         hessians = observe(block, states, call, wanted, observer)
         if observer is not None:
             result.kv[attention_modules(plan.model)[index]] = observer.result(KVScheme(bits=plan.options.kv_bits))
+        tokens = [h.tokens for h in hessians]
+        result.notes += [f"{prefix}.{one.describe()}" for one in share_statistics(block, wanted, hessians)]
         groups = []
-        for group in wanted:  # each sum is freed as soon as its mean is taken
+        for group, count in zip(wanted, tokens, strict=True):  # each sum is freed as soon as its mean is taken
             h = hessians.pop(0)
-            groups.append(InputGroup(group, h.result(f"{prefix}.{group[0]}"), h.tokens, h.dropped))
+            groups.append(InputGroup(group, h.result(f"{prefix}.{group[0]}"), count, h.dropped))
         return groups
 
     def _quantize_outside(self) -> None:
@@ -260,20 +263,26 @@ class _Conversion:
 
     def _copy_plain(self) -> None:
         """What is not quantized, unchanged, one tensor at a time; small ones share a part."""
-        small: dict[str, Tensor] = {}
-        for i, name in enumerate(self.plan.plain):
+        plan, small = self.plan, {}
+        reads: list[tuple[str, Callable[[str], Tensor], str]] = [(name, self._finite, name) for name in plan.plain]
+        reads += [(plan.weights.names[name], plan.weights.raw, name) for name in plan.split]
+        for i, (name, read, what) in enumerate(reads):
             if self.work.replay(f"plain-{i:05d}") is not None:
                 continue
-            tensor = self.plan.source.read(name)
-            if not bool(torch.isfinite(tensor).all()):
-                raise NumericsError(
-                    f"{self.plan.source.path}: tensor {name!r} holds NaN or infinite values. The file is damaged."
-                )
+            tensor = read(what)
             if tensor.nbytes > 1 << 22:
                 self.work.record(f"plain-{i:05d}", BlockResult({name: tensor}))
             else:
                 small[name] = tensor
         self.work.record("plain", BlockResult(small))
+
+    def _finite(self, name: str) -> Tensor:
+        tensor = self.plan.source.read(name)
+        if not bool(torch.isfinite(tensor).all()):
+            raise NumericsError(
+                f"{self.plan.source.path}: tensor {name!r} holds NaN or infinite values. The file is damaged."
+            )
+        return tensor
 
     def _manifest(self) -> dict[str, Any]:
         """What made these bytes. No times and no paths: the same job gives the same manifest."""

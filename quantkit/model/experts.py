@@ -150,6 +150,24 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Experts]]:
             yield name, module
 
 
+def expert_linears(block: nn.Module) -> dict[str, tuple[str, int]]:
+    """Linears of a block that belong to an expert: name -> (name of the experts' module, index of the expert)."""
+    return {
+        f"{name}.{index}.{projection}": (name, index)
+        for name, experts in expert_modules(block)
+        for index in range(len(experts))
+        for projection in ("gate_proj", "up_proj", "down_proj")
+    }
+
+
+def expert_groups(name: str, experts: Experts) -> list[tuple[str, ...]]:
+    """Linears of each expert that read one tensor, whether or not a token reaches it: gate and up share the routed state."""
+    groups: list[tuple[str, ...]] = []
+    for index in range(len(experts)):
+        groups += [(f"{name}.{index}.gate_proj", f"{name}.{index}.up_proj"), (f"{name}.{index}.down_proj",)]
+    return groups
+
+
 def unfuse_experts(model: nn.Module) -> None:
     """Replace every fused expert module of a skeleton (parameters on meta), in place.
 

@@ -82,19 +82,26 @@ class Naming:
         return [Place(full, index) for index, full, tail in each if fused_name(tail) == local]
 
     def written(self, parameter: str) -> str:
-        """The name that checkpoints of this family give an expert's parameter; its own where they have none."""
+        """The name that checkpoints of this family give a parameter; its own where transformers does not rename it."""
+        for name in (*self._as_one_expert(parameter), parameter):
+            for candidate in self._unrenamed(name):
+                if self.places(candidate) == [Place(parameter)]:
+                    return candidate
+        return parameter
+
+    def _as_one_expert(self, parameter: str) -> list[str]:
+        """What transformers' rules gather into the fused tensor that holds this parameter."""
         owner, _, tail = parameter.partition(".experts.")
         owner, (index, _, local) = f"{owner}.experts", tail.partition(".")
-        for rule in self.rules if owner in self.experts else ():
-            for source, projection in zip(rule.sources, rule.projections, strict=True):
-                fused = f"{owner}.{fused_name(local)}"
-                target = rule.transform.target_patterns[0]
-                if local != f"{projection}.weight" or not fused.endswith(target):
-                    continue
-                for candidate in self._unrenamed(fused.removesuffix(target) + source.replace("*", index)):
-                    if self.places(candidate) == [Place(parameter)]:
-                        return candidate
-        return parameter
+        if owner not in self.experts:
+            return []
+        fused = f"{owner}.{fused_name(local)}"
+        return [
+            fused.removesuffix(rule.transform.target_patterns[0]) + source.replace("*", index)
+            for rule in self.rules
+            for source, projection in zip(rule.sources, rule.projections, strict=True)
+            if local == f"{projection}.weight" and fused.endswith(rule.transform.target_patterns[0])
+        ]
 
     def _unrenamed(self, name: str) -> list[str]:
         """What a name may have been before transformers renamed it, likeliest first."""

@@ -163,11 +163,20 @@ class Weights:
         naming = Naming(model)
         where = str(source.path)
         self.sources: dict[str, Stored] = match_names(self.parameters, source.names(), self.tied, naming.places, where)
-        self.names = {  # under which each is written: as the source calls it; experts of a fused tensor get names of their own
-            name: stored.name if stored.index is None else naming.written(name) for name, stored in self.sources.items()
-        }
+        self.names = self._written_names(naming)
         for name in self.sources:
             self._check(name)
+
+    def _written_names(self, naming: Naming) -> dict[str, str]:
+        """Under which name each parameter is written: as the source calls it. If the source has fused experts, it is laid out
+        as transformers' modules are; the experts need names of their own, and the others the ones that go with them."""
+        if all(stored.index is None for stored in self.sources.values()):
+            return {name: stored.name for name, stored in self.sources.items()}
+        names = {name: naming.written(name) for name in self.sources}
+        for name, twin in self.tied.items():
+            if self.sources[name] == self.sources[twin]:
+                names[name] = names[twin]
+        return names
 
     def _check(self, name: str) -> None:
         stored = self.sources[name]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedModel
+from quantkit.model.experts import Experts, expert_groups, expert_linears, expert_modules
 from quantkit.model.skeleton import Blocks, block_linears
 
 
@@ -189,31 +190,42 @@ def _same(a: Any, b: Any) -> bool:
 def input_groups(block: nn.Module, hidden: Tensor, call: Call) -> list[tuple[str, ...]]:
     """Linears of a block that read one and the same tensor, in order of execution; found by running the block.
 
-    Returns e.g. ``[("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",), ...]``.
-    Raises UnsupportedModel for a linear that does not run (its input would never be seen).
+    Returns e.g. ``[("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",), ...]``. Experts are
+    grouped by what they are: the few tokens that run here do not reach them all. Raises UnsupportedModel for any other
+    linear that does not run exactly once (its input would never be seen, or be seen mixed).
     """
-    seen: dict[tuple[int, int, tuple[int, ...]], list[str]] = {}
+    seen: dict[Any, list[tuple[str, ...]]] = {}
     keep: list[Tensor] = []  # a freed input's address could be reused by another one
 
     def hook(name: str) -> Callable[..., None]:
         def pre(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0]
             keep.append(x)
-            seen.setdefault((x.data_ptr(), x._version, tuple(x.shape)), []).append(name)
+            seen.setdefault((x.data_ptr(), x._version, tuple(x.shape)), [()])[0] += (name,)
 
         return pre
 
-    linears = block_linears(block)
+    def experts_hook(name: str, experts: Experts) -> Callable[..., None]:
+        def pre(module: nn.Module, args: Any) -> None:
+            seen.setdefault(name, expert_groups(name, experts))
+
+        return pre
+
+    of_experts = expert_linears(block)
+    linears = {name: module for name, module in block_linears(block).items() if name not in of_experts}
     handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    handles += [m.register_forward_pre_hook(experts_hook(name, m)) for name, m in expert_modules(block)]
     try:
         run_block(block, hidden, call)
     finally:
         for handle in handles:
             handle.remove()
-    ran = [name for names in seen.values() for name in names]
-    if sorted(ran) != sorted(linears):
-        odd = sorted(set(linears) - set(ran)) or sorted({n for n in ran if ran.count(n) > 1})
+    groups = [group for found in seen.values() for group in found]
+    ran = [name for group in groups for name in group]
+    wanted = sorted([*linears, *of_experts])
+    if sorted(ran) != wanted:
+        odd = sorted(set(wanted) - set(ran)) or sorted({n for n in ran if ran.count(n) > 1})
         raise UnsupportedModel(
             f"{type(block).__name__}.{odd[0]}: does not run exactly once per forward; not supported."
         )
-    return [tuple(names) for names in seen.values()]
+    return groups

@@ -215,9 +215,9 @@ class _Given:
         return self  # OPT's head calls model.decoder
 
     def __call__(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        from transformers.modeling_outputs import MoeModelOutputWithPast
 
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # has the fields of every other output
 
 
 def head_only(module: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import DENSE, tiny_config, tiny_model
+from architectures import ARCHITECTURES, DENSE, MOE, tiny_model
 from torch import nn
 
 from quantkit.checkpoint.source import TensorInfo
@@ -35,6 +35,9 @@ class InMemory:
     def read(self, name: str) -> torch.Tensor:
         return self.tensors[name].clone()
 
+    def read_entry(self, name: str, index: int) -> torch.Tensor:
+        return self.tensors[name][index].clone()
+
     def digest(self) -> str:
         return ""
 
@@ -47,13 +50,28 @@ def build(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     return model, model.config.to_dict()
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_stepping_blocks_equals_native_forward(kind: str) -> None:
+    """Bit for bit with the modules untouched; the window is shorter than the text, so layers differ in their masks."""
+    model, _ = build(kind)
+    ids = torch.randint(3, 100, (2, 17), generator=torch.Generator().manual_seed(1))
+    blocks = find_blocks(model)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    recording = record(model, blocks, ids)
+    hidden = recording.hidden
+    for block, call in zip(blocks.modules, recording.calls, strict=True):
+        hidden = run_block(block, hidden, call)
+    assert torch.equal(run_tail(model, blocks, ids, hidden), expected)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_stepping_a_skeleton_one_block_in_memory_equals_native_forward(kind: str) -> None:
+    """With experts seen as linears the sums of a token's experts may differ in their last bits, nothing else."""
     model, config = build(kind)
     ids = torch.randint(3, 100, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
-
     skeleton = build_skeleton(config)
     blocks = find_blocks(skeleton)
     assert all(p.is_meta for p in skeleton.parameters())
@@ -68,7 +86,11 @@ def test_stepping_blocks_equals_native_forward(kind: str) -> None:
         hidden = run_block(block, hidden, recording.calls[index])
         weights.release(blocks.name(index))
         assert all(p.is_meta for p in block.parameters())
-    assert torch.equal(run_tail(skeleton, blocks, ids, hidden), expected)
+    logits = run_tail(skeleton, blocks, ids, hidden)
+    if kind in MOE:
+        assert float((logits - expected).norm() / expected.norm()) <= 1e-5
+    else:
+        assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("kind", DENSE)
@@ -197,10 +219,7 @@ def test_what_does_not_fit_is_refused_by_name(config: dict[str, Any], message: s
         )
 
 
-def test_fused_experts_and_conv1d_are_refused_by_name() -> None:
-    moe = tiny_config("mixtral")
-    with pytest.raises(UnsupportedModel, match=r"mixtral: model\.layers\.0\..*not supported yet"):
-        find_blocks(build_skeleton(moe))
+def test_conv1d_is_refused_by_name() -> None:
     gpt2 = dict(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=16)
     with pytest.raises(UnsupportedModel, match="gpt2"):
         find_blocks(build_skeleton(gpt2))
