@@ -26,17 +26,17 @@ def lint_folder(source: Source) -> list[Verdict]:
 
     Raises CheckpointError for a folder that is incomplete.
     """
-    from quantkit.runtime.load import place
+    from quantkit.runtime.load import place_modules
 
     reader = QuantizedReader(source)
     model: Any = build_skeleton(source.config)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    weights = []
-    for name in reader.modules:
+    weights, places = [], place_modules(model, reader, str(source.path))
+    for name, place in places.items():
         scheme = reader.scheme(name)
         if isinstance(scheme, str):
             return []
-        module: Any = model.get_submodule(place(model, name, str(source.path)))
+        module: Any = model.get_submodule(place)
         kind = "linear"
         if isinstance(module, nn.Embedding) and module is embed:
             kind = "tied" if tied_parameters(model) else "embedding"
