@@ -148,21 +148,24 @@ def _hash(stream: Any) -> bytes:
 
 
 def open_source(ref: str | Path) -> Source:
-    """Open a model by named model, folder or GGUF file.
+    """Open a model by named model, folder, GGUF file or hub id (``org/name`` or ``org/name@revision``, downloaded).
 
-    Raises RequestError for a reference that names nothing, SourceError for a folder or file that cannot be a model.
+    Raises RequestError for a reference that names nothing, QuantkitError for a hub that does not answer, SourceError for a folder or file that cannot be a model.
     """
     from quantkit.checkpoint.fetch import fetch, is_named
+    from quantkit.checkpoint.hub import download, is_hub_id
 
     path = Path(ref).expanduser()
     if isinstance(ref, str) and is_named(ref) and not path.exists():
         if importlib.util.find_spec("gguf") is None:  # said before the download, not after it
             raise MissingExtra("gguf", "gguf", f"{ref} is a GGUF file; reading it")
         path = fetch(ref)
+    if isinstance(ref, str) and not path.exists() and is_hub_id(ref):
+        path = download(ref)
     if not path.exists():
         raise RequestError(
             f"{ref}: no such folder or file, and no model of that name is known. Give a Hugging Face folder, a .gguf file, "
-            "or a name that `quantkit fetch` lists. (Model hub ids are not read yet: download the folder first.)"
+            "a hub id (org/name, one slash), or a name that `quantkit fetch` lists."
         )
     if path.is_file():
         if path.suffix == ".gguf":

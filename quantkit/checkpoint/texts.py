@@ -11,7 +11,6 @@ import importlib
 import inspect
 import json
 import os
-import socket
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ BUILTIN_MODULES = (
     "tarfile",
     "typing",
 )
-HUB_SECONDS = 5
 HUB_CHARACTERS = 8_000_000  # enough for any calibration or evaluation here; a hub dataset can be terabytes
 SEPARATOR = "\n\n"  # between the records of a JSONL file or a dataset
 
@@ -221,21 +219,14 @@ def _hub(spec: str, split: Split) -> str:
 
 def _check_hub() -> None:
     """Say within five seconds that the hub cannot be reached; the library would retry for minutes."""
-    from urllib.parse import urlsplit
-
     from huggingface_hub import constants
+
+    from quantkit.checkpoint.hub import unreachable
 
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return  # the user says what is cached is enough, and the library then asks no network
-    url = urlsplit(constants.ENDPOINT)
-    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
-    proxied = any(os.environ.get(key) for key in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"))
-    if proxied:
-        return  # the proxy resolves the name; a direct connection proves nothing
-    try:
-        socket.create_connection((host, port), timeout=HUB_SECONDS).close()
-    except OSError as error:
+    if why := unreachable():
         raise QuantkitError(
-            f"hub: {host} did not answer within {HUB_SECONDS} s ({error}). Use wikipedia-sample or builtin, give a local "
-            "file, or set HF_HUB_OFFLINE=1 if the dataset is in the cache already."
-        ) from error
+            f"hub: {why}. Use wikipedia-sample or builtin, give a local file, or set HF_HUB_OFFLINE=1 if the dataset is in "
+            "the cache already."
+        )

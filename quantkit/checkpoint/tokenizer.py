@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from quantkit.checkpoint.fetch import fetch, is_named
 from quantkit.checkpoint.gguf_header import read_header
 from quantkit.checkpoint.gguf_tokenizer import rebuild
+from quantkit.checkpoint.hub import download, is_hub_id
 from quantkit.checkpoint.source import Source, read_json
 from quantkit.errors import RequestError, SourceError
 
@@ -136,6 +137,8 @@ def _locate(ref: str | Path | Source) -> Path:
     path = Path(ref).expanduser() if isinstance(ref, str | Path) else ref.path
     if isinstance(ref, str) and is_named(ref) and not path.exists():
         path = fetch(ref)
+    if isinstance(ref, str) and not path.exists() and is_hub_id(ref):
+        path = download(ref)
     if not path.exists():
         raise RequestError(f"{ref}: no such folder or file, and no model of that name is known.")
     if path.is_file() and path.suffix != ".gguf":

@@ -105,7 +105,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Quantize SOURCE into the folder --out: a complete checkpoint with config, tokenizer and manifest.
 
-    SOURCE is a Hugging Face folder, a .gguf file, or a name that `quantkit fetch` knows.
+    SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch` knows.
     """
     from quantkit.convert.options import NOT_LANDED, ConvertOptions, refuse_not_landed
     from quantkit.convert.plan import make_plan

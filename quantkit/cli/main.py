@@ -51,8 +51,8 @@ class Commands(click.Group):
 def cli() -> None:
     """Quantize large language models, prove what it cost, and run them.
 
-    A SOURCE is a Hugging Face folder, a .gguf file, or a name that `quantkit fetch` knows. Exit code 0: done,
-    1: the job failed, 2: the request was wrong.
+    A SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch`
+    knows. Exit code 0: done, 1: the job failed, 2: the request was wrong.
     """
 
 

@@ -76,7 +76,7 @@ def write(source: Source, tokenizer: Any, options: ConvertOptions, listen: Liste
     bos = tokenizer.bos_token_id if wants_bos(tokenizer) else None
     room = options.seq_len - int(bos is not None)
     starts = first_tokens(tokenizer, int(source.config["vocab_size"]), sequences(options), options.seed)
-    model = load(options.source, dtype="auto", kv_bits=16, device="cpu")
+    model = load(source.path, dtype="auto", kv_bits=16, device="cpu")
     written = _continue(model, starts, bos, room, options.seed, listen)
     text = tokenizer.decode(written.flatten().tolist())
     windows = cut(written.flatten(), options.samples, room)

@@ -220,7 +220,7 @@ def prepare_baseline(
     if streamed.must_stream(source, dtype, device, stream):
         passed = streamed.stream(source, windows, dtype=dtype, device=device, what="original", progress=progress)
         return Baseline(passed, passed.scored(windows), windows, name, streamed=True)
-    original = load(baseline, dequantize=True, dtype=dtype, kv_bits=16, device=device)
+    original = load(source.path, dequantize=True, dtype=dtype, kv_bits=16, device=device)
     return record_baseline(original, windows, name, release=_release(original), progress=progress)
 
 
@@ -258,7 +258,7 @@ def evaluate(
     figures: dict[str, Any] = dict.fromkeys(_COMPARED)
     streams = _streams(prepared, dtype, kv_bits, runtime, device, stream)
     original = _baseline(baseline, prepared, dtype, device, stream, progress)
-    measured = _load(model, prepared, dtype, kv_bits, runtime, device, streams, progress)
+    measured = _load(prepared, dtype, kv_bits, runtime, device, streams, progress)
     if original is None:
         losses = token_losses(measured, prepared.windows, progress)
     else:
@@ -324,7 +324,7 @@ def _streams(
 
 
 def _load(
-    model: str | Path, prepared: Prepared, dtype: str | None, kv_bits: int | None, runtime: bool, device: str,
+    prepared: Prepared, dtype: str | None, kv_bits: int | None, runtime: bool, device: str,
     streams: bool, progress: Progress | None,
 ) -> Model | StreamedModel:  # fmt: skip
     from quantkit.evaluate.streamed import stream
@@ -336,7 +336,7 @@ def _load(
         return stream(
             prepared.source, prepared.windows, dtype=chosen, device=device, what="the model", progress=progress
         )
-    loaded = load(model, dequantize=not runtime, dtype=chosen, kv_bits=kv_bits, device=device)
+    loaded = load(prepared.source.path, dequantize=not runtime, dtype=chosen, kv_bits=kv_bits, device=device)
     if runtime:  # windows are longer than the crossover, beyond which weights would be dequantized after all
         use_packed_kernels(loaded.module)
     return loaded
