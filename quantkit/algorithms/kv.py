@@ -20,6 +20,7 @@ from quantkit.errors import NumericsError, RequestError
 SMALLEST_RELATIVE_SCALE = 2.0**-16
 
 
+NON_FINITE_LIMIT = 0.1  # share of dropped tokens above which scales would mean nothing
 SAMPLE_TOKENS = 2048  # enough for a scale per head and group: hundreds of thousands of values
 
 
@@ -33,12 +34,13 @@ class KVObserver:
     def __init__(self, sample_tokens: int = SAMPLE_TOKENS, seed: int = 0) -> None:
         self.sample_tokens = sample_tokens
         self.tokens = 0
+        self.dropped = 0  # tokens left out because a key or value was not finite
         self._generator = torch.Generator().manual_seed(seed)
         self._priority = torch.empty(0)
         self._sides: list[_Side] = []
 
     def add(self, k: Tensor, v: Tensor) -> None:
-        """k, v: float ``[batch, kv_heads, tokens, head_dim]``, keys after rotary. Raises NumericsError for NaN or inf."""
+        """k, v: float ``[batch, kv_heads, tokens, head_dim]``, keys after rotary. Tokens with NaN or inf are left out."""
         if k.shape != v.shape or k.dim() != 4:
             raise NumericsError(
                 f"keys {list(k.shape)} and values {list(v.shape)}: the quantized cache needs equal shapes "
@@ -46,22 +48,35 @@ class KVObserver:
             )
         if not self._sides:
             self._sides = [_Side(), _Side()]
-        count = k.shape[0] * k.shape[2]
+        flat = [x.detach().transpose(0, 1).reshape(k.shape[1], -1, k.shape[3]).float().cpu() for x in (k, v)]
+        finite = torch.isfinite(flat[0]).all(-1).all(0) & torch.isfinite(flat[1]).all(-1).all(0)
+        if not bool(finite.all()):
+            self.dropped += int((~finite).sum())
+            flat = [x[:, finite] for x in flat]
+        count = flat[0].shape[1]
+        if not count:
+            return
         priority = torch.cat([self._priority, torch.rand(count, generator=self._generator)])
         keep = priority.topk(min(self.sample_tokens, len(priority))).indices.sort().values
-        for side, x, what in zip(self._sides, (k, v), ("keys", "values"), strict=True):
-            if not bool(torch.isfinite(x).all()):
-                raise NumericsError(f"{what} hold NaN or infinite values; no cache scale can be calibrated from them.")
-            side.add(x.detach().transpose(0, 1).reshape(k.shape[1], count, k.shape[3]).float().cpu(), keep)
+        for side, x in zip(self._sides, flat, strict=True):
+            side.add(x, keep)
         self._priority = priority[keep]
         self.tokens += count
 
     def result(self, scheme: KVScheme) -> LayerScales:
-        """The scales that minimise the cubed error over the sample. Raises RequestError if nothing was added."""
+        """The scales that minimise the cubed error over the sample.
+
+        Raises RequestError if nothing was added, NumericsError if more than a tenth of it was not finite.
+        """
         if scheme.bits == 16:
             raise RequestError("kv_bits=16: a 16-bit cache has no scales.")
         if not self._sides:
             raise RequestError("no keys and values were observed: the calibration text is empty.")
+        if self.dropped > NON_FINITE_LIMIT * (self.tokens + self.dropped):
+            raise NumericsError(
+                f"{self.dropped} of {self.tokens + self.dropped} calibration tokens have NaN or infinite keys or values; no "
+                "cache scale can be calibrated from them. Check the model with `quantkit eval`, or use --kv-bits 16."
+            )
         head_dim = self._sides[0].sample.shape[-1]
         k_scale, k_zero = self._sides[0].scales(scheme)
         v_scale, v_zero = self._sides[1].scales(scheme)

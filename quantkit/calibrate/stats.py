@@ -7,13 +7,15 @@ from torch import Tensor
 
 from quantkit.errors import NumericsError
 
+LARGEST_NORM = 1e17  # its square, summed over a batch, still fits float32
 NON_FINITE_LIMIT = 0.1  # share of dropped tokens above which the job stops: the statistics would mean nothing
 
 
 class Hessian:
     """Running mean of x xᵀ over tokens. Products in float32, the sum in float64; symmetric.
 
-    Tokens with a non-finite entry are dropped and counted (one inf would make the whole matrix inf).
+    Tokens with a NaN, an infinite entry or one whose square is infinite are dropped and counted: one would spoil the whole
+    matrix.
     """
 
     def __init__(self, in_features: int) -> None:
@@ -24,7 +26,7 @@ class Hessian:
     def add(self, x: Tensor) -> None:
         """x: [..., in_features]"""
         rows = x.reshape(-1, x.shape[-1]).float()
-        finite = torch.isfinite(rows.sum(-1))
+        finite = torch.linalg.vector_norm(rows, dim=-1) < LARGEST_NORM  # False for NaN too
         if not bool(finite.all()):
             self.dropped += int((~finite).sum())
             rows = rows[finite]
@@ -51,8 +53,9 @@ class Hessian:
         total = self.tokens + self.dropped
         if self.dropped > NON_FINITE_LIMIT * total:
             raise NumericsError(
-                f"{name}: {self.dropped} of {total} calibration tokens give NaN or infinite activations. "
-                "The model overflows or is damaged; check it with `quantkit eval`."
+                f"{name}: {self.dropped} of {total} calibration tokens give NaN or infinite activations; more than "
+                f"{NON_FINITE_LIMIT:.0%} would make the statistics worthless. The model overflows or is damaged: check it "
+                "with `quantkit eval`, or use --method rtn, which needs no activations."
             )
         if self.tokens == 0:
             raise NumericsError(f"{name}: no calibration token reached this layer.")

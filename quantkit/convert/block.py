@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.algorithms import Scales, Solution
+from quantkit.algorithms import CALIBRATED, Scales, Solution
 from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
 from quantkit.algorithms.rtn import rtn
 from quantkit.convert.plan import Plan, Target
@@ -73,6 +73,11 @@ def _quantize(
         solution = _solve(plan, torch.cat([linear.weight for linear in linears]), scheme, group.hessian)
     except NumericsError as error:
         raise NumericsError(f"{targets[0].name}: {error}") from error
+    if solution.damping is not None and solution.damping > plan.options.damping:
+        result.notes.append(
+            f"{', '.join(t.name for t in targets)}: damping raised from {plan.options.damping:g} to {solution.damping:g}, "
+            "the Hessian could not be factorised with less"
+        )
     for target, linear, q in zip(targets, linears, _rows(solution.quantized, targets), strict=True):
         dequantized = q.dequantize()
         result.layers.append(_report(target, linear.weight, q, dequantized, group, solution))
@@ -86,6 +91,8 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, hessian: Tensor | None) -
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
         return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales))
+    if o.method in CALIBRATED:
+        return replace(rtn(weight, scheme, scales), fallback="rounded: no calibration token reached this layer")
     # without the statistics, also when the KV cache brought some: rtn is data-free
     return rtn(weight, scheme, scales)
 

@@ -123,11 +123,26 @@ class ConvertReport:
             shown = ", ".join(f"{layer.name} {layer.relative_output_error:.1%}" for layer in worst)
             mean = sum(layer.relative_output_error or 0 for layer in measured) / len(measured)
             lines.append(f"  error     relative output error {mean:.1%} on average; largest: {shown}")
-        fallbacks = [layer for layer in self.layers if layer.fallback]
-        lines += [f"  fallback  {layer.name}: {layer.fallback}" for layer in fallbacks]
+        lines += self._trouble()
         lines += [f"  loads in  {verdict.line()}" for verdict in self.engines]
         lines += [f"  note      {warning}" for warning in [*self.warnings, *self.notes]]
         return "\n".join(lines)
+
+    def _trouble(self) -> list[str]:
+        """Layers that were not solved as asked: many with one reason share a line."""
+        by_reason: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.fallback:
+                by_reason.setdefault(f"  fallback  {{}}: {layer.fallback}", []).append(layer.name)
+            if layer.dropped_tokens:
+                reason = f"{layer.dropped_tokens} of {layer.tokens + layer.dropped_tokens} calibration tokens"
+                by_reason.setdefault(f"  trouble   {{}}: {reason} were not finite and are left out", []).append(
+                    layer.name
+                )
+        return [
+            line.format(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more")
+            for line, names in by_reason.items()
+        ]
 
 
 def _mb(size: int) -> str:

@@ -242,14 +242,25 @@ class _Conversion:
             return []
         hessians = observe(block, states, call, wanted, observer)
         if observer is not None:
-            result.kv[attention_modules(plan.model)[index]] = observer.result(KVScheme(bits=plan.options.kv_bits))
+            self._kv_scales(attention_modules(plan.model)[index], observer, result)
         tokens = [h.tokens for h in hessians]
         result.notes += [f"{prefix}.{one.describe()}" for one in share_statistics(block, wanted, hessians)]
         groups = []
         for group, count in zip(wanted, tokens, strict=True):  # each sum is freed as soon as its mean is taken
             h = hessians.pop(0)
-            groups.append(InputGroup(group, h.result(f"{prefix}.{group[0]}"), count, h.dropped))
+            mean = h.result(f"{prefix}.{group[0]}") if h.tokens + h.dropped else None
+            groups.append(InputGroup(group, mean, count, h.dropped))
         return groups
+
+    def _kv_scales(self, name: str, observer: KVObserver, result: BlockResult) -> None:
+        try:
+            result.kv[name] = observer.result(KVScheme(bits=self.plan.options.kv_bits))
+        except NumericsError as error:
+            raise NumericsError(f"{name}: {error}") from error
+        if observer.dropped:
+            result.notes.append(
+                f"{name}: {observer.dropped} tokens with NaN or infinite keys or values are left out of the KV scales"
+            )
 
     def _quantize_outside(self) -> None:
         """Head and embeddings that a rule names, one at a time."""

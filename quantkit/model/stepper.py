@@ -191,8 +191,8 @@ def input_groups(block: nn.Module, hidden: Tensor, call: Call) -> list[tuple[str
     """Linears of a block that read one and the same tensor, in order of execution; found by running the block.
 
     Returns e.g. ``[("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",), ...]``. Experts are
-    grouped by what they are: the few tokens that run here do not reach them all. Raises UnsupportedModel for any other
-    linear that does not run exactly once (its input would never be seen, or be seen mixed).
+    grouped by what they are: the few tokens that run here do not reach them all. Other linears that do not run come last,
+    each for itself. Raises UnsupportedModel for one that runs twice (its inputs would be mixed).
     """
     seen: dict[Any, list[tuple[str, ...]]] = {}
     keep: list[Tensor] = []  # a freed input's address could be reused by another one
@@ -222,10 +222,7 @@ def input_groups(block: nn.Module, hidden: Tensor, call: Call) -> list[tuple[str
             handle.remove()
     groups = [group for found in seen.values() for group in found]
     ran = [name for group in groups for name in group]
-    wanted = sorted([*linears, *of_experts])
-    if sorted(ran) != wanted:
-        odd = sorted(set(wanted) - set(ran)) or sorted({n for n in ran if ran.count(n) > 1})
-        raise UnsupportedModel(
-            f"{type(block).__name__}.{odd[0]}: does not run exactly once per forward; not supported."
-        )
-    return groups
+    twice = sorted({name for name in ran if ran.count(name) > 1})
+    if twice:
+        raise UnsupportedModel(f"{type(block).__name__}.{twice[0]}: runs more than once per forward; not supported.")
+    return groups + [(name,) for name in [*linears, *of_experts] if name not in ran]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, tiny_model
 
 import quantkit
 from quantkit.convert import resume, run, states
@@ -88,6 +89,19 @@ def test_every_method_survives_20_random_kills(
     method: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     kill(tmp_path / "k", tiny_original, calibration_text, ["renames", *moments(20, 1)], method=method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_survives_kills(
+    name: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / name
+    tiny_model(name, vocab_size=384).save_pretrained(source)
+    for file in tiny_original.glob("*token*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    options = dict(group_size=None, format="native", bits=8)
+    kill(tmp_path / "k", source, calibration_text, moments(5, len(name)), **options)
 
 
 @pytest.mark.slow

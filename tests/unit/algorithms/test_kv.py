@@ -106,11 +106,27 @@ def test_constant_and_zero_channels_get_a_usable_scale() -> None:
     torch.testing.assert_close(back, x, rtol=1e-4, atol=1e-9)
 
 
+def test_tokens_that_are_not_finite_are_left_out_and_counted() -> None:
+    clean, dirty = KVObserver(), KVObserver()
+    x = torch.randn(2, 3, 50, 8, generator=torch.Generator().manual_seed(5))
+    clean.add(x[:1], x[:1])
+    clean.add(x[1:, :, 2:], x[1:, :, 2:])
+    keys, values = x.clone(), x.clone()
+    keys[1, 0, 0, 3], values[1, 2, 1, 7] = float("nan"), float("inf")
+    dirty.add(keys[:1], values[:1])
+    dirty.add(keys[1:], values[1:])
+    assert (dirty.tokens, dirty.dropped) == (98, 2)
+    a, b = clean.result(KVScheme(4)), dirty.result(KVScheme(4))
+    assert torch.equal(a.k_scale, b.k_scale)
+    assert torch.equal(a.v_zero, b.v_zero)
+    dirty.add(torch.full_like(x[:, :, :9], float("nan")), x[:, :, :9])
+    with pytest.raises(NumericsError, match=r"20 of 118.*--kv-bits 16"):
+        dirty.result(KVScheme(4))
+
+
 def test_bad_keys_are_refused() -> None:
     observer = KVObserver()
     x = sample()
-    with pytest.raises(NumericsError, match="NaN"):
-        observer.add(x, torch.full_like(x, float("nan")))
     with pytest.raises(NumericsError, match="shapes"):
         observer.add(x, x[..., :8])
     with pytest.raises(RequestError, match="no keys"):

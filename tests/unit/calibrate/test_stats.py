@@ -38,6 +38,13 @@ def test_non_finite_tokens_are_dropped_and_counted() -> None:
     torch.testing.assert_close(clean.result(), dirty.result(), rtol=1e-6, atol=1e-6)
 
 
+def test_a_token_whose_square_overflows_is_dropped() -> None:
+    h = Hessian(4)
+    h.add(torch.tensor([[1.0, 1, 1, 1], [1e25, 1, 1, 1], [3e16, 1, 1, 1]]))
+    assert (h.tokens, h.dropped) == (2, 1)
+    assert bool(torch.isfinite(h.result("x") if h.tokens > 9 else h.sum).all())
+
+
 def test_too_many_non_finite_tokens_stop_the_job_naming_the_layer() -> None:
     x = torch.ones(10, 4)
     x[:2] = float("nan")

@@ -232,3 +232,21 @@ def test_building_a_skeleton_leaves_torch_as_it_was() -> None:
     assert nn.Module.register_parameter is before
     assert not nn.Linear(2, 2).weight.is_meta
     assert len(block_linears(find_blocks(build_skeleton(config)).modules[0])) == 7
+
+
+class OddBlock(torch.nn.Module):
+    """One linear runs, one is idle; ``again`` runs the first one twice."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.used, self.idle, self.again = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(self.used(x)) if self.again else self.used(x)
+
+
+def test_a_linear_that_never_runs_is_a_group_of_its_own_and_one_that_runs_twice_is_refused() -> None:
+    x = torch.ones(1, 2, 4)
+    assert input_groups(OddBlock(False), x, Call((), {})) == [("used",), ("idle",)]
+    with pytest.raises(UnsupportedModel, match="used: runs more than once"):
+        input_groups(OddBlock(True), x, Call((), {}))
