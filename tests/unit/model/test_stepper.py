@@ -13,7 +13,7 @@ from torch import nn
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.errors import NumericsError, SourceError, UnsupportedModel
 from quantkit.model.skeleton import Weights, block_linears, build_skeleton, find_blocks
-from quantkit.model.stepper import input_groups, record, run_block, run_tail, same_call
+from quantkit.model.stepper import Call, input_groups, record, run_block, run_tail, same_call
 
 
 class InMemory:
