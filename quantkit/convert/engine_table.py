@@ -92,6 +92,17 @@ def kinds(*refused: str) -> Rule:
     return Rule((), "", test)
 
 
+def transformers_mixed(c: Checkpoint) -> str | None:
+    """See formats/compressed_tensors.py: its dense loading knows one scheme, its compressed loading no zero points."""
+    if len({(scheme.bits, scheme.symmetric) for scheme in c.schemes()}) == 1:
+        return None
+    weight = first(c, lambda w: not w.scheme.symmetric or w.kind == "embedding")
+    if weight is None:
+        return None
+    what = "embeddings" if weight.kind == "embedding" else "zero points"
+    return f"{weight.name} has {what}, which it decodes only where all weights have the same bits and symmetry."
+
+
 def asymmetric_embedding(c: Checkpoint) -> str | None:
     weight = first(c, lambda w: w.kind == "embedding" and not w.scheme.symmetric)
     return None if weight is None else f"{weight.name} is asymmetric; it reads no zero points for embeddings."
@@ -224,6 +235,7 @@ TRANSFORMERS = Engine(
     (CT, GPTQ, AWQ),
     "transformers/quantizers/auto.py:221",
     (
+        Rule((CT,), "transformers/integrations/compressed_tensors.py:45", transformers_mixed),
         at("transformers/utils/quantization_config.py:742", odd_bits(2, 3, 4, 8), GPTQ),
         at("transformers/quantizers/quantizer_awq.py:67", odd_bits(4), AWQ),
         at("transformers/quantizers/quantizer_gptq.py:89", kinds("head", "embedding", "tied"), GPTQ, AWQ),

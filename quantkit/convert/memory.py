@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit.core.host import current_rss, peak_rss
 
+CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
 BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
 
 
@@ -49,6 +50,7 @@ class Sizes:
     packed_bytes: int
     calibrated: bool
     kv_sample_bytes: int
+    outside_bytes: int  # of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
 
 
@@ -59,6 +61,7 @@ def predict(sizes: Sizes) -> Prediction:
     block:  states + a block in float32 + one Hessian per input in float64 + one batch of activations
     solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
     self:   the whole model with its cache, before anything else
+    outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
     copy:   states + three stored copies of the largest plain tensor (read, written, read back)
     """
     f32 = 4
@@ -77,6 +80,8 @@ def predict(sizes: Sizes) -> Prediction:
         phases["block"] = states + read_block + hessians + batch * sizes.inner * f32 + sizes.kv_sample_bytes
     factor = 5 * widest * widest * 8 if sizes.calibrated else 0
     phases["solve"] = states + read_block + hessians + factor + 9 * sizes.largest_group * f32
+    if sizes.outside_bytes:
+        phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
     work = output + 2 * states

@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.algorithms import Scales
 from quantkit.algorithms.rtn import rtn
 from quantkit.convert.block import BlockResult
+from quantkit.convert.memory import CHUNK
 from quantkit.convert.plan import Plan
 from quantkit.convert.report import LayerReport
 from quantkit.convert.targets import Target, second_copy
@@ -19,8 +20,6 @@ from quantkit.convert.verify import decision_sha256
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import NumericsError, SourceError
-
-CHUNK = 1 << 22  # elements that are float at one time; memory.py counts on it
 
 
 def quantize_outside(plan: Plan, target: Target, result: BlockResult) -> None:
@@ -47,7 +46,7 @@ def quantize_outside(plan: Plan, target: Target, result: BlockResult) -> None:
 
 def _round(plan: Plan, target: Target) -> tuple[QuantTensor, float]:
     """The quantized weight and its relative error."""
-    name = plan.weights.names[target.parameter]
+    name = plan.weights.stored(target.parameter)
     stored = plan.source.read(name)
     twin = second_copy(plan.weights, target)
     if twin is not None and not torch.equal(plan.source.read(twin), stored):
@@ -55,27 +54,31 @@ def _round(plan: Plan, target: Target) -> tuple[QuantTensor, float]:
             f"{plan.source.path}: config.json ties {twin!r} to {name!r}, but the file stores two different matrices. "
             'Set "tie_word_embeddings": false in config.json; then give each its own rule.'
         )
-    scales: Scales = "minmax" if plan.options.scales == "minmax" else "search"
-    parts: list[QuantTensor] = []
+    scheme, groups = target.scheme, target.scheme.groups(target.in_features)
+    codes = torch.empty(stored.shape, dtype=torch.uint8)
+    steps = torch.empty(target.out_features, groups, dtype=scheme.torch_scale_dtype)
+    zeros = None if scheme.symmetric else torch.empty(target.out_features, groups, dtype=torch.int16)
     lost, energy = 0.0, 0.0
-    for chunk in stored.split(max(1, CHUNK // stored.shape[1])):
-        if not bool(torch.isfinite(chunk).all()):
+    size = max(1, CHUNK // target.in_features)
+    for start in range(0, target.out_features, size):
+        rows = slice(start, start + size)
+        weight = stored[rows].float()
+        if not bool(torch.isfinite(weight).all()):
             raise NumericsError(
                 f"{plan.source.path}: tensor {name!r} holds NaN or infinite values. The file is damaged."
             )
-        weight = chunk.float()
-        try:
-            q = rtn(weight, target.scheme, scales).quantized
-        except NumericsError as error:
-            raise NumericsError(f"{target.name}: {error}") from error
+        q = _chunk(plan, target, weight)
+        codes[rows], steps[rows] = q.codes, q.scales
+        if zeros is not None and q.zeros is not None:
+            zeros[rows] = q.zeros
         lost += float((q.dequantize() - weight).square().sum(dtype=torch.float64))
         energy += float(weight.square().sum(dtype=torch.float64))
-        parts.append(q)
-    zeros: list[Tensor] = [q.zeros for q in parts if q.zeros is not None]
-    whole = QuantTensor(
-        torch.cat([q.codes for q in parts]),
-        torch.cat([q.scales for q in parts]),
-        torch.cat(zeros) if zeros else None,
-        target.scheme,
-    )
-    return whole, (lost / max(energy, 1e-30)) ** 0.5
+    return QuantTensor(codes, steps, zeros, scheme), (lost / max(energy, 1e-30)) ** 0.5
+
+
+def _chunk(plan: Plan, target: Target, weight: Tensor) -> QuantTensor:
+    scales: Scales = "minmax" if plan.options.scales == "minmax" else "search"
+    try:
+        return rtn(weight, target.scheme, scales).quantized
+    except NumericsError as error:
+        raise NumericsError(f"{target.name}: {error}") from error

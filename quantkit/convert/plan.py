@@ -192,6 +192,7 @@ def _sizes(
         packed_bytes=int(packed),
         calibrated=windows is not None,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
+        outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
         kv_sample_bytes=_kv_sample_bytes(config) if options.kv_bits < 16 else 0,
     )
 
@@ -199,6 +200,14 @@ def _sizes(
 def _whole(weights: Weights, options: ConvertOptions) -> int:
     """What ``--calibration self`` holds while the model writes."""
     return selftext.bytes_needed(weights.model, sum(weights.parameters[name].numel() for name in weights.tied), options)
+
+
+def _outside_bytes(weights: Weights, target: Target) -> int:
+    """A matrix as stored (and its second copy), its codes, and the packed words twice: encoded and being written."""
+    count = target.out_features * target.in_features
+    copies = 1 if second_copy(weights, target) is None else 2
+    stored = weights.source.info(weights.stored(target.parameter)).dtype.itemsize
+    return int(count * (stored * copies + 1 + 2 * target.scheme.bits / 8))
 
 
 def _kv_sample_bytes(config: Any) -> int:

@@ -82,7 +82,7 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
         found.chosen[module] = target
         if kind != "linear" and kind not in form.outside:
             found.problems.append(
-                f"{stored}: {form.name} cannot hold {_SAID[kind]}: no engine reads that from it. "
+                f"{stored}: {form.name} cannot hold {_SAID[kind]} so that engines read it. "
                 "Use --format native, or drop the rule."
             )
             continue
@@ -92,7 +92,8 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     found.problems[:] = _collapse(found.problems)
     if not found.chosen:
         raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
-    unsayable = form.cannot_say(Layout({t.name: t.scheme for t in found.chosen.values()}, found.kept))
+    outside_names = [t.name for t in found.chosen.values() if t.kind != "linear"]
+    unsayable = form.cannot_say(Layout({t.name: t.scheme for t in found.chosen.values()}, found.kept, outside_names))
     if unsayable:
         found.problems.append(unsayable)
     _say_adapted(options, form, adapted, found)
@@ -207,5 +208,5 @@ def second_copy(weights: Weights, target: Target) -> str | None:
     """The head's own tensor, where a file stores a tied matrix twice: it is not copied, the packed one serves both."""
     if target.kind != "tied":
         return None
-    heads = [weights.names[twin] for twin, first in weights.tied.items() if first == target.parameter]
-    return next((stored for stored in heads if stored != weights.names[target.parameter]), None)
+    heads = [weights.stored(twin) for twin, first in weights.tied.items() if first == target.parameter]
+    return next((stored for stored in heads if stored != weights.stored(target.parameter)), None)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+CHUNK = 1 << 22  # codes that are packed or unpacked at one time
+
 
 def packed_width(cols: int, bits: int) -> int:
     """Number of int32 words that ``cols`` codes of ``bits`` bits take: ``ceil(cols * bits / 32)``."""
@@ -31,6 +33,9 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
     """
     _check(codes, bits)
     rows, cols = codes.shape
+    step = max(1, CHUNK // max(cols, 1))
+    if rows > step:  # rows are independent; the temporaries are 8 to 16 times larger than the codes
+        return torch.cat([pack_rows(part, bits) for part in codes.split(step)])
     if 32 % bits == 0:
         return _pack_aligned(codes, bits)
     blocks = -(-cols // 32)  # 32 codes fill exactly `bits` words
@@ -53,11 +58,14 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
         raise ValueError(
             f"{cols} codes of {bits} bits need int32 [rows, {packed_width(cols, bits)}], got {words.dtype} {list(words.shape)}"
         )
+    step = max(1, CHUNK // max(cols, 1))
+    if rows > step:
+        return torch.cat([unpack_rows(part, bits, cols) for part in words.split(step)])
     mask = (1 << bits) - 1
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
         fields = (words.unsqueeze(-1) >> shifts) & mask  # the arithmetic shift's sign bits are masked away
-        return fields.to(torch.uint8).reshape(rows, -1)[:, :cols].contiguous()
+        return fields.to(torch.uint8).flatten(1)[:, :cols].contiguous()
     blocks = -(-cols // 32)
     stream = torch.zeros(rows, blocks * bits, dtype=torch.int64, device=words.device)
     stream[:, : words.shape[1]] = words.to(torch.int64) & 0xFFFFFFFF
@@ -69,7 +77,7 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
         if shift + bits > 32:
             field = field | (stream[:, :, word + 1] << (32 - shift))
         out[:, :, i] = (field & mask).to(torch.uint8)
-    return out.reshape(rows, -1)[:, :cols].contiguous()
+    return out.flatten(1)[:, :cols].contiguous()
 
 
 def _pack_aligned(codes: Tensor, bits: int) -> Tensor:

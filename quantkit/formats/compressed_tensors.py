@@ -34,7 +34,7 @@ class CompressedTensors:
     name = "compressed-tensors"
     summary = "pack-quantized int4/int8 for vLLM, SGLang, transformers, lmdeploy"
     stem = "model"
-    outside: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ("head", "embedding")
     uniform_groups = False
 
     @staticmethod
@@ -99,10 +99,7 @@ class CompressedTensors:
             }
             for i, (scheme, modules) in enumerate(by_scheme.items())
         }
-        # compressed-tensors 0.20 sizes packed zero points wrongly on the meta device, so transformers' compressed loading
-        # refuses every asymmetric model; its other way, dense weights at load, works and this key chooses it. vLLM and
-        # SGLang do not look at it.
-        dense = {} if all(scheme.symmetric for scheme in by_scheme) else {"dequantize": True}
+        dense = {"dequantize": True} if _dense_in_transformers(layout) else {}
         return {
             **dense,
             "quant_method": "compressed-tensors",
@@ -144,6 +141,19 @@ class CompressedTensors:
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
         return CompressedTensors.decode(parts, _scheme_of(module, parts, config))
+
+
+def _dense_in_transformers(layout: Layout) -> bool:
+    """Whether the config asks transformers for dense weights at load (a key that vLLM and SGLang do not look at).
+
+    compressed-tensors 0.20 sizes packed zero points wrongly on the meta device, so transformers' compressed loading refuses
+    asymmetric models, and it cannot run a compressed embedding. Dense loading does both, but decodes every module with
+    the first group's bits and symmetry (transformers 5.23 integrations/compressed_tensors.py, get_dense_scheme; group
+    sizes come from the shapes): a model that mixes those would load silently wrong. Without the key it is refused.
+    """
+    schemes = set(layout.modules.values())
+    one = len({(scheme.bits, scheme.symmetric) for scheme in schemes}) == 1
+    return one and (bool(layout.outside) or not all(scheme.symmetric for scheme in schemes))
 
 
 def _weights(scheme: Scheme) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Native:
     name = "native"
     summary = "quantkit's own: 2 to 8 bits, any group size, short last groups"
     stem = "quantkit"
-    outside: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ("head", "embedding", "tied")
     uniform_groups = False
 
     @staticmethod

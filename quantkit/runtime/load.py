@@ -16,7 +16,8 @@ from quantkit.errors import CheckpointError, RequestError, SourceError
 from quantkit.formats.kv_scales import read_kv_scales
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.naming import Naming
-from quantkit.model.skeleton import Weights, build_skeleton
+from quantkit.model.skeleton import Weights, build_skeleton, tied_parameters
+from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.linear import KERNELS, QuantLinear, pack
 from quantkit.runtime.model import Model
 
@@ -121,16 +122,22 @@ def fill(
     Raises SourceError naming what is missing or left over, CheckpointError for a quantized module that does not fit.
     """
     places = place_modules(module, reader, str(source.path))
+    shared = {} if dequantize else _tied_heads(module, source, places)
     if not dequantize:
-        for name in places.values():  # before Weights looks for names: a packed linear has no dense weight
+        for name in [*places.values(), *shared.values()]:  # before Weights looks for names: they have no dense weight
             module.get_submodule(name)._parameters.pop("weight")
     weights = Weights(module, _Plain(source, reader, places if dequantize else {}, module), dtype)
     if not dequantize:
         for stored, name in places.items():
-            linear: Any = module.get_submodule(name)
-            value = read_module(source, reader, stored, (linear.out_features, linear.in_features))
-            packed = pack(value, device=device, kernel=kernel)
-            _replace(module, name, QuantLinear(packed, linear.bias, kernel))
+            owner: Any = module.get_submodule(name)
+            packed = pack(read_module(source, reader, stored, _shape(owner)), device=device, kernel=kernel)
+            if isinstance(owner, nn.Embedding):
+                _replace(module, name, QuantEmbedding(packed, owner, dtype))
+            else:
+                _replace(module, name, QuantLinear(packed, owner.bias, kernel))
+            if name in shared:
+                head: Any = module.get_submodule(shared[name])
+                _replace(module, shared[name], QuantLinear(packed, head.bias, kernel))
     _load_dense(module, weights, {f"{name}.weight" for name in places.values()}, device)
     for name, buffer in list(module.named_buffers()):
         owner, _, local = name.rpartition(".")
@@ -153,6 +160,22 @@ def read_module(
             "The weights and the config belong to different models."
         )
     return value
+
+
+def _tied_heads(module: Any, source: Source, places: dict[str, str]) -> dict[str, str]:
+    """Packed embedding -> the head that reads the same matrix, because it is tied and the file stores none of its own."""
+    taken = {*places.values(), *(name.removesuffix(".weight") for name in source.names())}
+    tied = {
+        first.removesuffix(".weight"): twin.removesuffix(".weight") for twin, first in tied_parameters(module).items()
+    }
+    return {name: tied[name] for name in places.values() if name in tied and tied[name] not in taken}
+
+
+def _shape(owner: Any) -> tuple[int, int]:
+    """``(out_features, in_features)`` of a linear, ``(num_embeddings, embedding_dim)`` of an embedding."""
+    if isinstance(owner, nn.Embedding):
+        return owner.num_embeddings, owner.embedding_dim
+    return owner.out_features, owner.in_features
 
 
 def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device: torch.device) -> None:
@@ -198,13 +221,13 @@ def _equal(weights: Weights, name: str, twin: str) -> bool:
 def place_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:
     """Quantized module of the file -> the module of the model that it belongs to.
 
-    Raises CheckpointError if the model has no linear layer for one. Call it while every linear still has its weight.
+    Raises CheckpointError if the model has no linear layer or embedding for one. Call it while each still has its weight.
     """
     naming = Naming(module)
     places: dict[str, str] = {}
     for stored in reader.modules:
         name = naming.module(stored)
-        if name is None or not isinstance(module.get_submodule(name), nn.Linear):
+        if name is None or not isinstance(module.get_submodule(name), (nn.Linear, nn.Embedding)):
             raise CheckpointError(
                 f"{where}: holds a quantized weight for {stored!r}, but the model has no linear layer of that name."
             )
@@ -242,8 +265,7 @@ class _Plain:
         self._plain = reader.plain_names()
         self._dense: dict[str, tuple[int, int]] = {}
         for stored, name in dense.items():
-            linear = module.get_submodule(name)
-            self._dense[f"{stored}.weight"] = (linear.out_features, linear.in_features)
+            self._dense[f"{stored}.weight"] = _shape(module.get_submodule(name))
 
     def names(self) -> list[str]:
         return [*self._plain, *self._dense]

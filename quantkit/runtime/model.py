@@ -14,6 +14,7 @@ from quantkit.core.kvscheme import KVScales, KVScheme
 from quantkit.errors import RequestError
 from quantkit.runtime.attention import layer_specs, transformers_cache
 from quantkit.runtime.cache import PAGE_TOKENS, KVCache
+from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.engine import Generation, Piece, run
 from quantkit.runtime.linear import QuantLinear
 from quantkit.runtime.sampling import GenerationOptions
@@ -147,8 +148,9 @@ class Model:
         return None
 
     def memory(self) -> dict[str, int]:
-        """Bytes: ``quantized`` (packed linears with their scales), ``dense`` (all else), ``kv_per_token`` (whole pages, all layers)."""
-        packed = sum(m.packed.nbytes() for m in self.module.modules() if isinstance(m, QuantLinear))
+        """Bytes: ``quantized`` (packed weights with their scales), ``dense`` (all else), ``kv_per_token`` (whole pages, all layers)."""
+        weights = {m.packed for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}
+        packed = sum(weight.nbytes() for weight in weights)  # a tied matrix once
         tensors = {t.data_ptr(): t.nbytes for t in [*self.module.parameters(), *self.module.buffers()]}
         config = self.module.config
         heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -60,6 +60,16 @@ class PackedWeight(nn.Module):
             weight[start:stop] = self.columns(start, stop, torch.float32).T
         return weight
 
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """Single rows of the weight, for a lookup: int64 ``[n]`` -> ``[n, in_features]`` in ``dtype``."""
+        step = self.row_step()
+        found = torch.empty(len(index), self.in_features, dtype=dtype, device=index.device)
+        for block in torch.unique(index // step).tolist():
+            stop = min((block + 1) * step, self.out_features)
+            wanted = index // step == block
+            found[wanted] = self.columns(block * step, stop, dtype).T[index[wanted] - block * step]
+        return found
+
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
@@ -95,6 +105,11 @@ class WordsWeight(PackedWeight):
         codes = unpack_codes(self.words[start:stop], self.scheme.bits, self.in_features)
         zeros = None if self.zeros is None else self.zeros[start:stop]
         return affine.dequantize(codes, self.scales[start:stop], zeros, self.scheme).to(dtype).T
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
+        codes = unpack_codes(self.words[index], self.scheme.bits, self.in_features)
+        zeros = None if self.zeros is None else self.zeros[index]
+        return affine.dequantize(codes, self.scales[index], zeros, self.scheme).to(dtype)
 
 
 class BlockWeight(PackedWeight):
