@@ -106,16 +106,22 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     """Quantize SOURCE into the folder --out: a complete checkpoint with config, tokenizer and manifest.
 
     SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch` knows.
+    A SOURCE that is quantized already is repacked into --format: the same codes, no text is read.
     """
     from quantkit.convert.options import NOT_LANDED, ConvertOptions, refuse_not_landed
     from quantkit.convert.plan import make_plan
+    from quantkit.convert.repack import plan_repack
     from quantkit.convert.run import run
 
     refuse_not_landed({name: value for name, value in given.items() if value != "none"})
     for name in NOT_LANDED:
         given.pop(name, None)
-    _refuse_without_effect(given)
     started = time.perf_counter()
+    repacking = plan_repack(source, out, _typed({**given, "format": format_}))
+    if repacking is not None:
+        _run_repack(repacking, started, dry_run=dry_run, as_json=as_json)
+        return
+    _refuse_without_effect(given)
     plan = make_plan(ConvertOptions(source=source, out=out, format=format_, **given))
     if dry_run:
         from quantkit.convert.describe import describe, plan_json
@@ -129,6 +135,32 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
             click.echo(f"note: {warning}", err=True)
     with bar() as listen:
         report = run(plan, lambda p: listen(p.stage, p.done, p.total, p.note), started)
+    print_json(report.to_json()) if as_json else click.echo(report.table())
+
+
+def _typed(given: dict[str, Any]) -> dict[str, Any]:
+    """The options that stand on the command line."""
+    from click.core import ParameterSource
+
+    context = click.get_current_context()
+    parameter = {"format": "format_"}
+    return {
+        name: value
+        for name, value in given.items()
+        if context.get_parameter_source(parameter.get(name, name)) is ParameterSource.COMMANDLINE
+    }
+
+
+def _run_repack(plan: Any, started: float, *, dry_run: bool, as_json: bool) -> None:
+    from quantkit.convert.repack import run_repack
+
+    if dry_run:
+        print_json(plan.to_json()) if as_json else click.echo(plan.describe())
+        plan.raise_problems()
+        return
+    plan.raise_problems()
+    with bar() as listen:
+        report = run_repack(plan, lambda p: listen(p.stage, p.done, p.total, p.note), started)
     print_json(report.to_json()) if as_json else click.echo(report.table())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -74,7 +75,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     """
     check_places(options)
     source = open_source(options.source)
-    _refuse_same_place(options, source)
+    refuse_same_place(options.out, source)
     _refuse_quantized(source)
     model = build_skeleton(source.config)
     blocks = find_blocks(model)
@@ -110,11 +111,12 @@ def _unquantized(weights: Weights, targets: dict[str, Target]) -> tuple[list[str
     return [name for name in weights.source.names() if name not in used], split
 
 
-def _refuse_same_place(options: ConvertOptions, source: Source) -> None:
-    original, out = source.path.resolve(), options.out.resolve()
+def refuse_same_place(folder: Path, source: Source) -> None:
+    """Raises RequestError if writing ``folder`` would touch the source."""
+    original, out = source.path.resolve(), folder.resolve()
     if out == original or out in original.parents or original in out.parents:
         raise RequestError(
-            f"{options.out}: is, holds or lies in the source {source.path}, which would be lost. Choose another --out."
+            f"{folder}: is, holds or lies in the source {source.path}, which would be lost. Choose another --out."
         )
 
 
@@ -122,8 +124,8 @@ def _refuse_quantized(source: Source) -> None:
     config = source.quantization()
     if config is not None:
         raise RequestError(
-            f"{source.path}: is already quantized ({config.get('quant_method')}). Quantizing it again would add loss to loss; "
-            "repacking it to another format has not landed yet. Give the 16-bit original."
+            f"{source.path}: is already quantized ({config.get('quant_method')}). Quantizing it again would add loss to loss. "
+            "Give the 16-bit original, or repack it (quantkit.convert.repack)."
         )
 
 

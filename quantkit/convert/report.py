@@ -11,19 +11,20 @@ from quantkit.convert.engines import Verdict
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One linear. relative_output_error: ``sqrt(tr(D H Dᵀ) / tr(W H Wᵀ))``, None without data (H is then unknown)."""
+    """One linear. relative_output_error: ``sqrt(tr(D H Dᵀ) / tr(W H Wᵀ))``, None without data (H is then unknown).
+    relative_weight_error is None after a repack, which does not see the original."""
 
     name: str
     scheme: str
-    relative_weight_error: float
+    relative_weight_error: float | None
     relative_output_error: float | None
     weights: int
     bits: int  # stored, scales and zeros counted
-    damping: float | None
-    fallback: str | None
-    raised_scales: int  # groups whose scale was raised to the smallest normal fp16
-    tokens: int  # calibration tokens behind its statistics, 0 without data
-    dropped_tokens: int  # tokens that were left out because they were not finite
+    damping: float | None = None
+    fallback: str | None = None
+    raised_scales: int = 0  # groups whose scale was raised to the smallest normal fp16
+    tokens: int = 0  # calibration tokens behind its statistics, 0 without data
+    dropped_tokens: int = 0  # tokens that were left out because they were not finite
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -63,6 +64,7 @@ class ConvertReport:
     output_bytes: int = 0
     verified_tensors: int = 0
     engines: list[Verdict] = field(default_factory=list)
+    repacked_from: str | None = None  # the source's format, when nothing was quantized
     notes: list[str] = field(default_factory=list)  # what happened on the way, see BlockResult
 
     @property
@@ -90,6 +92,7 @@ class ConvertReport:
             "out": str(self.out),
             "method": self.method,
             "format": self.format,
+            "repacked_from": self.repacked_from,
             "scheme": self.scheme,
             "kv_bits": self.kv_bits,
             "seconds": round(self.seconds, 1),
@@ -109,8 +112,9 @@ class ConvertReport:
 
     def table(self) -> str:
         """A few lines for people: what was written, how well, the worst layers."""
+        did = self.method if self.repacked_from is None else f"repacked from {self.repacked_from}, no code changed"
         lines = [
-            f"{self.out}: {self.method}, {self.scheme}, {self.format}"
+            f"{self.out}: {did}, {self.scheme}, {self.format}"
             + (f", KV cache {self.kv_bits} bits" if self.kv_bits < 16 else ""),
             f"  size      {_mb(self.source_bytes)} -> {_mb(self.output_bytes)} "
             f"({self.source_bytes / max(self.output_bytes, 1):.2f} x smaller), {self.bits_per_weight:.3f} bits per quantized weight",

@@ -53,20 +53,26 @@ Listener = Callable[[Progress], None]
 def convert(
     source: str | Path, out: str | Path, *, on_progress: Listener | None = None, **options: Any
 ) -> ConvertReport:
-    """Quantize a model and write a complete checkpoint folder ``out``.
+    """Quantize a model and write a complete checkpoint folder ``out``; a source that is quantized already is repacked.
 
     options: the fields of ``ConvertOptions`` (method, bits, group_size, symmetric, format, kv_bits, calibration,
     samples, seq_len, seed, ...). The folder appears under its name only when it is complete and was read back.
     Raises QuantkitError children. What a later call with ``resume=True`` can go on from is kept in the work folder then,
     also on Ctrl-C or a kill (the error's note says so); under the name ``out`` there is nothing half-written, ever.
     """
+    from quantkit.convert.repack import plan_repack, run_repack
+
     known = set(ConvertOptions.__dataclass_fields__)
     unknown = sorted(set(options) - known)
     if unknown:
         raise TypeError(f"convert() got an unexpected option {unknown[0]!r}; known: {', '.join(sorted(known))}")
     started = time.perf_counter()
+    listen = on_progress or (lambda progress: None)
+    repacking = plan_repack(source, Path(out), options)
+    if repacking is not None:
+        return run_repack(repacking, listen, started)
     plan = make_plan(ConvertOptions(source=str(source), out=Path(out), **options))
-    return run(plan, on_progress or (lambda progress: None), started)
+    return run(plan, listen, started)
 
 
 def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertReport:

@@ -89,7 +89,7 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
         reason = form.supports(fitted, out_features, in_features)
         if reason:
             found.problems.append(f"{stored}: {form.name} cannot hold {fitted.describe()}: {reason}")
-    found.problems[:] = _collapse(found.problems)
+    found.problems[:] = collapse(found.problems)
     if not found.chosen:
         raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
     outside_names = [t.name for t in found.chosen.values() if t.kind != "linear"]
@@ -192,7 +192,7 @@ def _say_split(form: Format, schemes: Any, found: Targets) -> None:
             found.problems.append(sentence)
 
 
-def _collapse(problems: list[str]) -> list[str]:
+def collapse(problems: list[str]) -> list[str]:
     """Many layers with one reason become one line that counts them."""
     by_reason: dict[str, list[str]] = {}
     for problem in problems:

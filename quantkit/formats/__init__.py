@@ -69,6 +69,8 @@ class Stored(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 class Reader(Protocol):
@@ -83,6 +85,10 @@ class Reader(Protocol):
     @staticmethod
     def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme | str:
         """How one module is quantized, from headers alone: a scheme, or the name of another number format."""
+
+    @staticmethod
+    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+        """``(out_features, in_features)`` from headers, or None where a tensor called ``shape`` or ``weight_shape`` tells."""
 
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor | BlockTensor:

@@ -104,7 +104,7 @@ class AWQ:
             "group_size": -1 if scheme.group_size is None else scheme.group_size,
             "zero_point": not scheme.symmetric,
             "version": "gemm",
-            "lm_head": "lm_head" in layout.modules,
+            "lm_head": bool(layout.outside),
             "modules_to_not_convert": list(layout.dense) or None,
         }
 
@@ -130,6 +130,11 @@ class AWQ:
         size = int(config["group_size"] if "group_size" in config else config["q_group_size"])
         dtype = scale_dtype_name(infos["scales"].dtype)
         return Scheme(bits, None if size == -1 else size, not config.get("zero_point", True), dtype)
+
+    @staticmethod
+    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+        in_features, words = infos["qweight"].shape
+        return words * 32 // bits, in_features
 
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:

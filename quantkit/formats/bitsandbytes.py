@@ -61,6 +61,10 @@ class BitsAndBytes:
         return "llm-int8" if state is None else state.removeprefix(STATE)
 
     @staticmethod
+    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+        return None
+
+    @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> BlockTensor:
         """Decode one module. Raises CheckpointError when its tensors do not fit together."""
         return _int8(parts) if "SCB" in parts else _four_bit(parts)

@@ -139,6 +139,10 @@ class CompressedTensors:
         return _scheme_of(module, infos, config)
 
     @staticmethod
+    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+        return None
+
+    @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
         return CompressedTensors.decode(parts, _scheme_of(module, parts, config))
 

@@ -104,7 +104,7 @@ class GPTQ:
             "group_size": _written_size(base),
             "desc_act": False,
             "sym": base.symmetric,
-            "lm_head": "lm_head" in layout.modules,
+            "lm_head": bool(layout.outside),
             "format": form,
             "checkpoint_format": form,
             "pack_dtype": "int32",
@@ -143,6 +143,11 @@ class GPTQ:
             raise CheckpointError(f"{bits} bits: gptq is read with 2, 3, 4 or 8 bits.")
         size = int(wanted["group_size"])
         return Scheme(bits, None if size == -1 else size, bool(wanted["sym"]), scale_dtype_name(infos["scales"].dtype))
+
+    @staticmethod
+    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+        words, out_features = infos["qweight"].shape
+        return out_features, words * 32 // bits
 
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor | BlockTensor:

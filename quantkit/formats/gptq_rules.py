@@ -69,7 +69,7 @@ def pattern(names: Collection[str]) -> str:
             plain.append(re.escape(name))
     ends: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (before, after), found_numbers in numbers.items():
-        ends.setdefault((before, tuple(found_numbers)), []).append(re.escape(after))
+        ends.setdefault((before, tuple(sorted(found_numbers, key=int))), []).append(re.escape(after))
     plain += [f"{re.escape(before)}{_any(list(which))}{_any(after)}" for (before, which), after in ends.items()]
     return f"^{_any(plain)}$"
 

@@ -101,6 +101,10 @@ class Native:
         return Scheme.from_json(config["modules"][module])
 
     @staticmethod
+    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+        return None
+
+    @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
         return Native.decode(parts, Native.scheme(module, parts, config))
 

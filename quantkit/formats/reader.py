@@ -79,6 +79,21 @@ class QuantizedReader:
         with _damaged(f"{self.source.path}: {name}"):
             return self._format.scheme(name, infos, self.config)
 
+    def shape(self, name: str) -> tuple[int, int]:
+        """``(out_features, in_features)`` of a module with a scheme; its codes are not read. Raises CheckpointError."""
+        scheme = self.scheme(name)
+        assert self._format is not None
+        assert isinstance(scheme, Scheme)
+        with _damaged(f"{self.source.path}: {name}"):
+            found = self._format.shape(
+                {part: self.source.info(f"{name}.{part}") for part in self.modules[name]}, scheme.bits
+            )
+            if found is None:
+                stored = next(part for part in self.modules[name] if part in ("shape", "weight_shape"))
+                out_features, in_features = (int(n) for n in self.source.read(f"{name}.{stored}"))
+                found = out_features, in_features
+        return found
+
     def module(self, name: str) -> QuantTensor | BlockTensor:
         """Decode one quantized module. Raises CheckpointError, naming the module, if its tensors do not fit."""
         if self._format is None or self.config is None:

@@ -267,7 +267,9 @@ def test_gptq_configs_are_what_readers_require() -> None:
         "format": "gptq", "checkpoint_format": "gptq", "pack_dtype": "int32", "dynamic": None,
         "meta": {"quantizer": ["quantkit:1.2"]},
     }  # fmt: skip
-    v2 = GPTQ.config(Layout({"a": Scheme(4, None, False), "lm_head": Scheme(4, None, False)}), "1.2")
+    v2 = GPTQ.config(
+        Layout({"a": Scheme(4, None, False), "lm_head": Scheme(4, None, False)}, outside=["lm_head"]), "1.2"
+    )
     assert (v2["checkpoint_format"], v2["sym"], v2["group_size"], v2["lm_head"]) == ("gptq_v2", False, -1, True)
     assert GPTQ.side_files(config) == {"quantize_config.json": config}
     awq = AWQ.config(Layout({"a": Scheme(4, 64, False)}, ["lm_head"]), "1.2")
