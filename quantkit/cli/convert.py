@@ -117,12 +117,13 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     for name in NOT_LANDED:
         given.pop(name, None)
     started = time.perf_counter()
+    options = ConvertOptions(source=source, out=out, format=format_, **given)
     repacking = plan_repack(source, out, _typed({**given, "format": format_}))
     if repacking is not None:
         _run_repack(repacking, started, dry_run=dry_run, as_json=as_json)
         return
     _refuse_without_effect(given)
-    plan = make_plan(ConvertOptions(source=source, out=out, format=format_, **given))
+    plan = make_plan(options)
     if dry_run:
         from quantkit.convert.describe import describe, plan_json
 

@@ -68,10 +68,11 @@ def convert(
         raise TypeError(f"convert() got an unexpected option {unknown[0]!r}; known: {', '.join(sorted(known))}")
     started = time.perf_counter()
     listen = on_progress or (lambda progress: None)
+    asked = ConvertOptions(source=str(source), out=Path(out), **options)
     repacking = plan_repack(source, Path(out), options)
     if repacking is not None:
         return run_repack(repacking, listen, started)
-    plan = make_plan(ConvertOptions(source=str(source), out=Path(out), **options))
+    plan = make_plan(asked)
     return run(plan, listen, started)
 
 
