@@ -260,7 +260,7 @@ def _problems(plan: RepackPlan, found: Mapping[str, Scheme | str]) -> list[str]:
 def outside_kind(name: str) -> str | None:
     """``head`` or ``embedding`` for a module outside the blocks, by the names that models use; None inside them."""
     local = name.rpartition(".")[2]
-    if local in ("lm_head", "embed_out", "output"):
+    if local in ("lm_head", "embed_out"):
         return "head"
     return "embedding" if local in ("embed_tokens", "embed_in", "wte", "word_embeddings") else None
 
