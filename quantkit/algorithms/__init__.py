@@ -21,6 +21,7 @@ class Solution:
 
 
 Scales = Literal["minmax", "search"]
-METHODS = ("gptq", "rtn")  # what convert offers; calibrated ones first
-CALIBRATED = ("gptq",)
-LATER = ("awq", "hqq", "smooth", "tune", "autoround", "kquant")
+METHODS = ("gptq", "awq", "rtn")  # what convert offers; calibrated ones first
+CALIBRATED = ("gptq", "awq")
+FOLDING = ("awq",)  # they scale channels before rounding: norms and biases change too
+LATER = ("hqq", "smooth", "tune", "autoround", "kquant")

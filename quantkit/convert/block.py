@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED, Scales, Solution
+from quantkit.algorithms.awq import awq
 from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
 from quantkit.algorithms.rtn import rtn
 from quantkit.convert.plan import Plan, Target
@@ -91,6 +92,8 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, hessian: Tensor | None) -
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
         return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales))
+    if o.method == "awq" and hessian is not None:
+        return awq(weight, hessian, scheme, scales, o.damping)
     if o.method in CALIBRATED:
         return replace(rtn(weight, scheme, scales), fallback="rounded: no calibration token reached this layer")
     # without the statistics, also when the KV cache brought some: rtn is data-free

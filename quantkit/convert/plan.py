@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from quantkit.algorithms import FOLDING
 from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, open_source
@@ -41,6 +42,7 @@ class Plan:
     ]  # by parameter name of the module, e.g. "model.layers.0.mlp.up_proj"; head and embeddings too
     plain: list[str]  # stored tensors copied unchanged
     split: list[str]  # 16-bit parameters that are cut from a stored tensor (biases of fused experts), or renamed
+    rewritten: list[str]  # 16-bit parameters of the blocks that the fold stage may scale; written block by block
     problems: list[str]
     warnings: list[str]
     prediction: Prediction
@@ -87,20 +89,31 @@ def make_plan(options: ConvertOptions) -> Plan:
 
     chosen = choose_targets(options, form, blocks, weights)
     targets, problems, warnings = chosen.chosen, chosen.problems, chosen.warnings
-    plain, split = _unquantized(weights, targets)
+    rewritten = _rewritten(options, blocks, weights, targets)
+    plain, split = _unquantized(weights, targets, rewritten)
     windows = _windows(options, tokenizer, model, problems)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
-    prediction = predict(_sizes(options, weights, blocks, targets, plain, split, windows))
+    prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows))
     problems += check_room(options, prediction)
     return Plan(
-        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, problems, warnings, prediction
+        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, rewritten, problems, warnings, prediction
     )  # fmt: skip
 
 
-def _unquantized(weights: Weights, targets: dict[str, Target]) -> tuple[list[str], list[str]]:
+def _rewritten(options: ConvertOptions, blocks: Blocks, weights: Weights, targets: dict[str, Target]) -> list[str]:
+    """Every parameter of the blocks that stays in 16 bit, if the method scales channels."""
+    if options.method not in FOLDING:
+        return []
+    quantized = {target.parameter for target in targets.values()}
+    return [name for name in weights.sources if name.startswith(f"{blocks.prefix}.") and name not in quantized]
+
+
+def _unquantized(
+    weights: Weights, targets: dict[str, Target], rewritten: list[str]
+) -> tuple[list[str], list[str]]:
     """Stored tensors that are copied unchanged, and 16-bit parameters that are cut from a fused one or renamed."""
-    quantized = {t.parameter for t in targets.values()}
+    quantized = {t.parameter for t in targets.values()} | set(rewritten)
     split = [
         name
         for name, stored in weights.sources.items()

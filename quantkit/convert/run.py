@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from quantkit import __version__
+from quantkit.algorithms import FOLDING
 from quantkit.algorithms.kv import KVObserver
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
 from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
+from quantkit.convert.fold import fold_block
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_plan
 from quantkit.convert.memory import BATCH_TOKENS
@@ -45,7 +47,7 @@ class Progress:
     note: str = ""
 
 
-SHORT = 2  # tokens that show which linears share an input
+SHORT = 8  # tokens that show who reads whose output
 
 Listener = Callable[[Progress], None]
 
@@ -137,6 +139,9 @@ class _Conversion:
             if states:
                 names = input_groups(block, states[0][:1, :SHORT].clone(), short_calls[index])
                 groups = self._observe(index, block, names, states, calls[index], result)
+                if plan.options.method in FOLDING:
+                    fold_block(plan, name, block, groups, states[0][:1, :SHORT].clone(), short_calls[index], result)
+                    self._observe_kv(index, block, states, calls[index], result)
             else:
                 groups = [InputGroup((linear,)) for linear in block_linears(block)]
             quantize_block(plan, name, block, groups, result)
@@ -244,7 +249,8 @@ class _Conversion:
         """Statistics of every input of a linear to quantize, and the scales of the KV cache, in one pass."""
         plan, prefix = self.plan, self.plan.blocks.name(index)
         wanted = [group for group in names if any(f"{prefix}.{name}" in plan.targets for name in group)]
-        observer = KVObserver() if plan.options.kv_bits < 16 else None
+        later = plan.options.method in FOLDING  # a fold may scale the values; their scales are calibrated afterwards
+        observer = KVObserver() if plan.options.kv_bits < 16 and not later else None
         if not wanted and observer is None:
             return []
         hessians = observe(block, states, call, wanted, observer)
@@ -268,6 +274,15 @@ class _Conversion:
             result.notes.append(
                 f"{name}: {observer.dropped} tokens with NaN or infinite keys or values are left out of the KV scales"
             )
+
+    def _observe_kv(self, index: int, block: nn.Module, states: list[Tensor], call: Call, result: BlockResult) -> None:
+        """The scales of the KV cache in a pass of their own."""
+        plan = self.plan
+        if plan.options.kv_bits == 16:
+            return
+        observer = KVObserver()
+        observe(block, states, call, [], observer)
+        self._kv_scales(attention_modules(plan.model)[index], observer, result)
 
     def _quantize_outside(self) -> None:
         """Head and embeddings that a rule names, one at a time."""

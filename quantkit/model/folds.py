@@ -158,6 +158,8 @@ class _Laboratory:
         """Folds of like producers (the same linear of every expert), examined together; or why there are none."""
         first = names[0]
         norm = first not in self.readers
+        if unknown := self._unknown():
+            return None, f"{unknown} did not run, so nobody knows what it reads"
         offset = self._offset(first) if norm else 0.0
         if offset is None:
             return None, "its weight does not scale its output"
@@ -174,6 +176,11 @@ class _Laboratory:
                     return folds, ""
                 return None, f"scaling the parameters changes the block's output by {difference:.1e}"
         return None, reason
+
+    def _unknown(self) -> str | None:
+        """A reader that did not run and has no namesake that did."""
+        known = {_pattern(name) for name in self.inputs}
+        return next((name for name in self.readers if _pattern(name) not in known), None)
 
     def _offset(self, name: str) -> float | None:
         """0 or 1: what is added to a norm's weight before it multiplies; None if scaling follows neither."""

@@ -1,0 +1,226 @@
+"""AWQ: scale the input channels that matter before rounding, then clip (Lin et al., arXiv 2306.00978).
+
+For a fold (``quantkit.model.folds``) with factors s, what a consumer computes with is ``Q(W s) / s``. The paper searches
+``s = mean|x|**alpha`` (equation 5) by running the block for every alpha. Here the error of a candidate is exact and needs no
+forward: ``tr(D H Dᵀ)`` with ``D = Q(W s) / s - W`` and H the mean of x xᵀ, summed over all consumers.
+
+Clipping differs from the paper's, too: the range of each group is chosen in turn for the smallest error of the whole row,
+given the errors of the row's other groups, so that errors of correlated inputs cancel. Cross terms matter: on
+SmolLM2-135M this takes another third off the error that the group's own part of H leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms import Scales, Solution
+from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError
+
+LARGEST_FACTOR = (
+    64.0  # factors stay within 1/64 .. 64 around their geometric mean: fp16 norms and scales must hold them
+)
+SEARCH_ROWS = 512  # rows of a consumer that the search for factors looks at; every row counts when its range is chosen
+WIDEST_GROUP = 512  # wider groups keep the range found with H's diagonal: one trial costs out * in * width
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Linears with one input and one scheme, stacked along their rows. weight: float32 [out, in]; hessian: [in, in].
+
+    channels: the fold's channel in each column, int64 [in]. share: how much this consumer's loss counts (experts: their
+    share of the tokens).
+    """
+
+    weight: Tensor
+    hessian: Tensor
+    channels: Tensor
+    scheme: Scheme
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the search found. values: float32 [channels]; loss and plain_loss: with these factors and with none.
+
+    fallback: why there are none (all ones), if something went wrong.
+    """
+
+    values: Tensor
+    loss: float
+    plain_loss: float
+    fallback: str | None = None
+
+
+Realise = Callable[[Tensor], Tensor]  # wanted factors -> the nearest that the producer can hold in its stored dtype
+
+
+def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realise = lambda s: s) -> Factors:
+    """Factors s = rms(x)**a / spread**b with the smallest error, a on a grid, both then ever closer around the best.
+
+    rms(x) comes from H's diagonal; spread is the mean of |w| over its group's largest, which the paper's code also tries. The best
+    few are compared again with clipped ranges, together with s = 1, so the result is not worse than rounding alone. A candidate whose
+    loss is not finite is passed over; if s = 1 itself has none, all factors are 1 and the reason is told.
+    """
+    some = [_thin(consumer) for consumer in consumers]
+    size, spread = _statistics(some, channels)
+    one = torch.ones(channels)
+    plain = _loss(some, one, clip=True)
+    if not _finite(plain) or not bool(torch.isfinite(size).all()):
+        return Factors(one, plain, plain, "the loss of this fold is not finite; its channels are not scaled")
+    tried: dict[tuple[float, float], tuple[float, Tensor]] = {}  # (a, b) -> loss, factors
+
+    def attempt(a: float, b: float) -> None:
+        if (a, b) not in tried:
+            s = realise(_normalise((size + 1e-6 * size.mean()) ** a / spread**b))
+            tried[a, b] = _loss(some, s, clip=False), s
+
+    for a in range(0, 11, 2):
+        attempt(a / 10, 0.0)
+    for reach, tilt in ((0.1, 0.5), (0.05, 0.25), (0.025, 0.0)):  # around the best so far, ever closer
+        a, b = min(tried, key=lambda key: tried[key][0])
+        for da, db in ((-reach, 0.0), (reach, 0.0), (0.0, tilt), (0.0, -tilt)):
+            attempt(a + da, max(b + db, 0.0))
+    best, factors = plain, one
+    for loss, s in sorted(tried.values(), key=lambda item: item[0])[:3]:
+        clipped = _loss(some, s, clip=True) if _finite(loss) else loss
+        if clipped < best:
+            best, factors = clipped, s
+    return Factors(factors, best, plain)
+
+
+def awq(
+    weight: Tensor, hessian: Tensor, scheme: Scheme, scales: Scales = "search", damping: float = 0.01, sweeps: int = 1
+) -> Solution:
+    """Choose ranges and round ``weight`` [out, in], already scaled, for a small ``tr(D H Dᵀ)``.
+
+    hessian: [in, in] of the scaled inputs. The ranges start from ``affine.searched_params`` with H's diagonal; ``sweeps`` times, group by group,
+    each row tries the same shrunken ranges again and keeps the one with the smallest error of the whole row.
+    damping: share of the mean diagonal added to H's, against trusting the correlations of few tokens too much. ``scales="minmax"`` does not
+    clip. Never worse than rounding with searched scales, measured with the damped H. Falls back to that (and says so) if H is not finite.
+    """
+    if scales == "minmax":
+        step, zeros = affine.minmax_params(weight, scheme)
+        return _rounded(weight, step, zeros, scheme)
+    h = hessian.float()
+    if not bool(torch.isfinite(h).all()):
+        step, zeros = affine.searched_params(weight, scheme)
+        return _rounded(weight, step, zeros, scheme, "rounded: the statistics of its input are not finite")
+    h.diagonal().add_(damping * h.diagonal().mean())
+    weight = weight.float()
+    step, zeros = affine.searched_params(weight, scheme, h.diagonal())
+    if scheme.width(weight.shape[1]) <= WIDEST_GROUP:
+        rows = max(1, _CACHE_ELEMENTS // weight.shape[1])
+        parts = [
+            _clip(w, h, s, z, scheme, sweeps)
+            for w, s, z in zip(weight.split(rows), step.split(rows), zeros.split(rows) if zeros is not None else [None] * len(step), strict=False)
+        ]  # fmt: skip
+        step = torch.cat([s for s, _ in parts])
+        zeros = None if zeros is None else torch.cat([z for _, z in parts if z is not None])
+    return _rounded(weight, step, zeros, scheme)
+
+
+_CACHE_ELEMENTS = 1 << 20  # weights in work at a time
+
+
+def _clip(
+    weight: Tensor, h: Tensor, step: Tensor, zeros: Tensor | None, scheme: Scheme, sweeps: int
+) -> tuple[Tensor, Tensor | None]:
+    """Coordinate descent over the ranges of some rows' groups: with d the error of group g and D that of the whole row,
+    a candidate's error is ``d H_gg dᵀ + 2 d (D H)_g'`` where ``'`` leaves the group itself out."""
+    width = scheme.width(weight.shape[1])
+    step, zeros = step.clone(), None if zeros is None else zeros.clone()
+    error = affine.dequantize(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme) - weight
+    for _ in range(sweeps):
+        for g, start in enumerate(range(0, weight.shape[1], width)):
+            columns = slice(start, start + width)
+            w, own, d = weight[:, columns], h[columns, columns], error[:, columns]
+            others = 2 * (error @ h[:, columns] - d @ own)
+            best = ((d @ own + others) * d).sum(1)
+            for scale, zero in _ranges(w, scheme):
+                trial = _error(w, scale, zero, scheme)
+                loss = ((trial @ own).add_(others).mul_(trial)).sum(1)
+                better = loss < best
+                best = torch.where(better, loss, best)
+                step[:, g] = torch.where(better, scale[:, 0], step[:, g])
+                if zeros is not None and zero is not None:
+                    zeros[:, g] = torch.where(better, zero[:, 0], zeros[:, g])
+                error[:, columns] = torch.where(better[:, None], trial, error[:, columns])
+    return step, zeros
+
+
+def _ranges(w: Tensor, scheme: Scheme) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Scale and zero of one group's candidates: both ends shrunk, or one of them."""
+    low, high = w.amin(1, keepdim=True).clamp(max=0), w.amax(1, keepdim=True).clamp(min=0)
+    for shrink in torch.linspace(1.0, 0.5, 24).tolist():
+        sides = [(shrink, shrink)] if scheme.symmetric else [(shrink, shrink), (1.0, shrink), (shrink, 1.0)]
+        for left, right in sides[:1] if shrink == 1.0 else sides:
+            yield affine.params_from_range(low * left, high * right, scheme)
+
+
+def _error(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """What rounding one group [rows, width] does to it."""
+    step = scale.float()
+    offset = torch.full_like(step, float(scheme.midpoint)) if zero is None else zero.float()
+    codes = (w / step).round_().clamp_(-offset, scheme.levels - 1 - offset)
+    return codes.mul_(step).sub_(w)
+
+
+def _rounded(
+    weight: Tensor, step: Tensor, zeros: Tensor | None, scheme: Scheme, fallback: str | None = None
+) -> Solution:
+    return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme), None, fallback)
+
+
+def _thin(consumer: Consumer) -> Consumer:
+    """A consumer with rows left out evenly, its share raised to make up for them; H in float32."""
+    every = -(-consumer.weight.shape[0] // SEARCH_ROWS)
+    weight = consumer.weight[::every].float()
+    share = consumer.share * consumer.weight.shape[0] / weight.shape[0]
+    return Consumer(weight, consumer.hessian.float(), consumer.channels, consumer.scheme, share)
+
+
+def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
+    """Mean squared error of the consumers' outputs, summed over outputs; inf if a scale cannot be stored."""
+    total = 0.0
+    for c in consumers:
+        s = factors[c.channels]
+        scaled = c.weight * s
+        try:
+            if clip:
+                step, zeros = affine.searched_params(scaled, c.scheme, c.hessian.diagonal() / s**2, steps=12)
+            else:
+                step, zeros = affine.minmax_params(scaled, c.scheme)
+        except NumericsError:
+            return float("inf")
+        delta = affine.dequantize(affine.quantize(scaled, step, zeros, c.scheme), step, zeros, c.scheme) / s - c.weight
+        total += c.share * float(((delta @ c.hessian) * delta).sum())
+    return total
+
+
+def _statistics(consumers: Sequence[Consumer], channels: int) -> tuple[Tensor, Tensor]:
+    """Per channel: root mean square of the input, and mean of |w| over the largest of its group. float32 [channels]."""
+    square, spread, count = torch.zeros(channels), torch.zeros(channels), torch.zeros(channels)
+    for c in consumers:
+        groups = affine.split_groups(c.weight.abs(), c.scheme)
+        share = (groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)).flatten(1)[:, : c.weight.shape[1]].mean(0)
+        square.index_add_(0, c.channels, c.hessian.diagonal().clamp(min=0) * c.share)
+        spread.index_add_(0, c.channels, share * c.share)
+        count.index_add_(0, c.channels, torch.full((len(c.channels),), c.share))
+    return (square / count).sqrt(), (spread / count).clamp(min=1e-3)
+
+
+def _normalise(s: Tensor) -> Tensor:
+    """Geometric mean 1, no factor beyond ``LARGEST_FACTOR``."""
+    log = s.clamp(min=1e-20).log()
+    return (log - log.mean()).exp().clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR)
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")

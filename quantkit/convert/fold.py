@@ -1,0 +1,134 @@
+"""The fold stage of the loop: between observing a block and quantizing it, scale channels where that costs less error.
+
+Nothing remains to be done at run time: factors end in the weights. A norm's weight is rounded to its stored dtype first, and the factor
+that the rounded weight stands for is what its consumers are multiplied by, so the written model is the one that was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.algorithms.awq import Consumer, Factors, search_factors
+from quantkit.convert.block import BlockResult, InputGroup
+from quantkit.convert.plan import Plan
+from quantkit.core.affine import SMALLEST_SCALE
+from quantkit.core.scheme import Scheme
+from quantkit.model.folds import Fold, apply_fold, find_folds, shared_modules
+from quantkit.model.stepper import Call
+
+
+@torch.no_grad()
+def fold_block(
+    plan: Plan,
+    prefix: str,
+    block: nn.Module,
+    groups: Sequence[InputGroup],
+    hidden: Tensor,
+    call: Call,
+    result: BlockResult,
+) -> list[tuple[Fold, Tensor]]:
+    """Scale the folds of ``block`` (called ``prefix`` in the model): its weights and the groups' Hessians change in place.
+
+    hidden, call: a few tokens to find the folds with. What is not quantized goes to ``result.parts`` in its stored dtype
+    (``Plan.rewritten``). Returns the folds that were scaled, with their factors (float32 [channels]).
+    """
+    done = []
+    for fold in find_folds(block, hidden, call, shared_modules(plan.model, prefix)).accepted:
+        consumers = _consumers(plan, prefix, block, fold, groups)
+        if not consumers:
+            continue
+        stage = _Stage(plan, prefix, block, fold)
+        found = search_factors(consumers, fold.channels, stage.realise)
+        if found.fallback is None and not bool((found.values == 1).all()):
+            found = stage.apply(found, groups)
+            done.append((fold, found.values))
+        if found.fallback is not None:
+            result.notes.append(f"{prefix}: {fold.describe()}: {found.fallback}")
+    for name in plan.rewritten:
+        if name.startswith(f"{prefix}."):
+            parameter = block.get_parameter(name.removeprefix(f"{prefix}."))
+            result.parts[plan.weights.names[name]] = parameter.to(stored_dtype(plan, name))
+    return done
+
+
+def stored_dtype(plan: Plan, parameter: str) -> torch.dtype:
+    return plan.source.info(plan.weights.sources[parameter].name).dtype
+
+
+def _consumers(plan: Plan, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]) -> list[Consumer]:
+    """What the fold's loss is summed over: the linears that will be quantized, stacked where input and scheme are one."""
+    found = []
+    tokens = max((group.tokens for group in groups), default=0)
+    for group in groups:
+        by_scheme: dict[Scheme, list[str]] = {}
+        for name in group.names:
+            target = plan.targets.get(f"{prefix}.{name}")
+            if target is not None and name in fold.consumers and group.hessian is not None:
+                by_scheme.setdefault(target.scheme, []).append(name)
+        for scheme, names in by_scheme.items():
+            assert group.hessian is not None
+            weight = torch.cat([block.get_parameter(f"{name}.weight") for name in names])
+            share = group.tokens / max(tokens, 1)
+            found.append(Consumer(weight, group.hessian, fold.consumers[names[0]], scheme, share))
+    return found
+
+
+class _Stage:
+    """One fold of one block: what factors its producer can hold, and doing it."""
+
+    def __init__(self, plan: Plan, prefix: str, block: nn.Module, fold: Fold) -> None:
+        self.plan, self.prefix, self.block, self.fold = plan, prefix, block, fold
+        self.weight = block.get_parameter(f"{fold.producer}.weight")
+        self.largest = self._largest() if self.weight.dim() == 2 else None
+
+    def realise(self, factors: Tensor) -> Tensor:
+        """The factors that stored weights can stand for: of a norm, what its rounded weight gives; of a linear to quantize,
+        any that keeps the scales of its rows above the smallest normal fp16."""
+        if self.largest is not None:
+            return torch.minimum(factors, self.largest)
+        offset, dtype = self.fold.offset, stored_dtype(self.plan, f"{self.prefix}.{self.fold.producer}.weight")
+        multiplier = self.weight.float() + offset
+        rounded = (multiplier / factors - offset).to(dtype).float() + offset
+        real = multiplier / rounded
+        usable = torch.isfinite(real) & (real > 0) & (rounded.abs() >= torch.finfo(dtype).tiny)
+        return torch.where(usable & ((real / factors).log2().abs() < 1), real, torch.ones_like(real))
+
+    def _largest(self) -> Tensor:
+        """Per channel: beyond it the scale of some group of the row, a fifteenth of its range, would be raised."""
+        target = self.plan.targets.get(f"{self.prefix}.{self.fold.producer}")
+        if target is None:
+            return torch.full((self.fold.channels,), float("inf"))
+        width = target.scheme.width(target.in_features)
+        rows = self.weight[self.fold.rows].float()
+        spans = torch.stack([part.amax(1) - part.amin(1) for part in rows.split(width, dim=1)], dim=1)
+        smallest = torch.where(spans > 0, spans, torch.inf).amin(1)
+        return (smallest / (target.scheme.levels - 1) / (4 * SMALLEST_SCALE)).clamp(min=1.0)
+
+    def apply(self, found: Factors, groups: Sequence[InputGroup]) -> Factors:
+        """Scale parameters and Hessians. What stays in 16 bit is rounded to it; if that overflows nothing is done."""
+        local = [
+            f"{self.fold.producer}.{n}"
+            for n, _ in self.block.get_submodule(self.fold.producer).named_parameters(recurse=False)
+        ]
+        local += [f"{name}.weight" for name in self.fold.consumers]
+        saved = {name: self.block.get_parameter(name).clone() for name in local}
+        apply_fold(self.block, self.fold, found.values)
+        for name in saved:
+            parameter = self.block.get_parameter(name)
+            if f"{self.prefix}.{name}" in self.plan.rewritten:
+                parameter.copy_(parameter.to(stored_dtype(self.plan, f"{self.prefix}.{name}")))
+            if not bool(torch.isfinite(parameter).all()):
+                for each, value in saved.items():
+                    self.block.get_parameter(each).copy_(value)
+                reason = f"scaling makes {name} overflow its stored dtype; its channels are not scaled"
+                return Factors(torch.ones_like(found.values), found.plain_loss, found.plain_loss, reason)
+        for group in groups:
+            inside = [name for name in group.names if name in self.fold.consumers]
+            if group.hessian is not None and inside:
+                assert inside == list(group.names)  # who reads one tensor is scaled together
+                columns = self.fold.columns(group.names[0], found.values).double()
+                group.hessian.div_(columns[:, None]).div_(columns[None, :])
+        return found
