@@ -81,8 +81,8 @@ def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realis
             s = realise(_normalise((size + 1e-6 * size.mean()) ** a / spread**b))
             tried[a, b] = _loss(some, s, clip=False), s
 
-    for a in range(0, 11, 2):
-        attempt(a / 10, 0.0)
+    for step in range(6):
+        attempt(step / 5, 0.0)
     for reach, tilt in ((0.1, 0.5), (0.05, 0.25), (0.025, 0.0)):  # around the best so far, ever closer
         a, b = min(tried, key=lambda key: tried[key][0])
         for da, db in ((-reach, 0.0), (reach, 0.0), (0.0, tilt), (0.0, -tilt)):

@@ -109,9 +109,7 @@ def _rewritten(options: ConvertOptions, blocks: Blocks, weights: Weights, target
     return [name for name in weights.sources if name.startswith(f"{blocks.prefix}.") and name not in quantized]
 
 
-def _unquantized(
-    weights: Weights, targets: dict[str, Target], rewritten: list[str]
-) -> tuple[list[str], list[str]]:
+def _unquantized(weights: Weights, targets: dict[str, Target], rewritten: list[str]) -> tuple[list[str], list[str]]:
     """Stored tensors that are copied unchanged, and 16-bit parameters that are cut from a fused one or renamed."""
     quantized = {t.parameter for t in targets.values()} | set(rewritten)
     split = [

@@ -119,7 +119,7 @@ class _Laboratory:
     def __init__(self, block: nn.Module, hidden: Tensor, call: Call, seed: int) -> None:
         self.block, self.hidden, self.call = block, hidden, call
         self.generator = torch.Generator().manual_seed(seed)
-        modules = {name: m for name, m in block.named_modules() if name and _own(m)}
+        modules = {name: m for name, m in block.named_modules() if name and [*m.parameters(recurse=False)]}
         self.readers = {name: m for name, m in modules.items() if _is_reader(m)}
         self.inputs: dict[str, list[Tensor]] = {}
         self.order: list[str] = []  # of execution
@@ -347,10 +347,6 @@ def _difference(a: Tensor, b: Tensor) -> float:
     size = b.abs().amax(0)
     value = float(((a - b).abs().amax(0) / torch.maximum(size, 1e-3 * size.mean()).clamp(min=1e-30)).max())
     return value if value == value else float("inf")
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [p for _, p in module.named_parameters(recurse=False)]
 
 
 def _is_reader(module: nn.Module) -> bool:

@@ -139,7 +139,7 @@ def test_folding_a_block_leaves_its_function_unchanged(
     ):
         columns = fold.columns(group.names[0], factors).double()
         torch.testing.assert_close(group.hessian, h / torch.outer(columns, columns))
-    assert {n for n in result.parts} == {plan.weights.names[n] for n in plan.rewritten if n.startswith(prefix)}
+    assert set(result.parts) == {plan.weights.names[n] for n in plan.rewritten if n.startswith(prefix)}
 
 
 def _group(consumers: Any, names: list[tuple[str, ...]]) -> tuple[str, ...]:
