@@ -46,7 +46,7 @@ def fold_block(
             found = stage.apply(found, groups)
             done.append((fold, found.values))
         if found.fallback is not None:
-            result.notes.append(f"{prefix}: {fold.describe()}: {found.fallback}")
+            result.notes.append(f"{prefix}.{fold.producer}: {found.fallback}")
     for name in plan.rewritten:
         if name.startswith(f"{prefix}."):
             parameter = block.get_parameter(name.removeprefix(f"{prefix}."))

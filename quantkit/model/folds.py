@@ -47,7 +47,7 @@ class Fold:
         return factors[self.consumers[consumer]]
 
     def describe(self) -> str:
-        return f"{self.producer} -> {', '.join(short_names(self.consumers))}"
+        return f"{short_names([self.producer])[0]} -> {', '.join(short_names(self.consumers))}"
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class _Laboratory:
         if difference <= TOLERANCE and not lonely:
             return [Fold(name, rows, consumers[name], offset) for name in names], ""
         if odd and not any(consumers.values()):
-            return None, f"{odd[0]} sees it through more than a scaling"
+            return None, f"{_pattern(odd[0])} sees it through more than a scaling"
         if lonely:
             return None, "no linear reads its output"
         return None, f"something besides {', '.join(short_names(consumers[names[0]]))} reads its output"

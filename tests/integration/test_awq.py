@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from quantkit.checkpoint.source import FolderSource
-from quantkit.convert import options as convert_options
+from quantkit.convert.block import BlockResult, InputGroup
 from quantkit.convert.fold import fold_block
-from quantkit.convert.plan import make_plan
+from quantkit.convert.options import ConvertOptions
+from quantkit.convert.plan import Plan, make_plan
 from quantkit.convert.run import convert
 from quantkit.errors import QuantkitError
-from quantkit.model.skeleton import block_linears
+from quantkit.model.stepper import Call, input_groups, run_block
 from quantkit.runtime.load import load
 
 TEXT = dict(samples=8, seq_len=32, group_size=32)
@@ -104,46 +105,63 @@ def test_a_kept_linear_is_scaled_with_its_siblings(tiny_model: Path, tmp_path: P
     assert divergence(logits(tiny_model), logits(tmp_path / "out")) < 1e-4
 
 
-def test_folding_a_block_leaves_its_function_unchanged(
-    tiny_model: Path, tmp_path: Path, calibration_text: Path
-) -> None:
-    from quantkit.convert.block import BlockResult, InputGroup
-    from quantkit.model.stepper import Call, input_groups, run_block
-
-    plant_outliers(tiny_model)
-    plan = make_plan(
-        convert_options.ConvertOptions(
-            str(tiny_model), tmp_path / "out", method="awq", calibration=str(calibration_text), **TEXT
-        )  # type: ignore[arg-type]
-    )
-    block, prefix = plan.blocks.modules[0], plan.blocks.name(0)
-    plan.weights.load(prefix)
+def first_block(
+    model: Path, out: Path, text: Path
+) -> tuple[Plan, torch.nn.Module, list[InputGroup], torch.Tensor, Call]:
+    """The first block of a plan, loaded, with made-up statistics of its inputs."""
+    plant_outliers(model)
+    options = ConvertOptions(str(model), out, method="awq", calibration=str(text), **TEXT)  # type: ignore[arg-type]
+    plan = make_plan(options)
+    block = plan.blocks.modules[0]
+    plan.weights.load(plan.blocks.name(0))
+    torch.manual_seed(0)
     hidden = torch.randn(1, 8, 64)
     positions = plan.model.model.rotary_emb(hidden, torch.arange(8)[None])  # type: ignore[union-attr,operator]
     call = Call((), {"position_embeddings": positions})
-    names = input_groups(block, hidden, call)
-    assert sorted(n for g in names for n in g) == sorted(block_linears(block))
     groups = []
-    for group in names:
-        width = block.get_submodule(group[0]).in_features
+    for names in input_groups(block, hidden, call):
+        width: Any = block.get_submodule(names[0]).in_features
         x = torch.randn(200, width).double() * torch.logspace(-1, 1, width)
-        groups.append(InputGroup(group, x.t() @ x / 200, 200))  # type: ignore[operator]
-    before, old = run_block(block, hidden, call), [g.hessian.clone() for g in groups if g.hessian is not None]
+        groups.append(InputGroup(names, x.t() @ x / 200, 200))
+    return plan, block, groups, hidden, call
+
+
+def test_folding_a_block_leaves_its_function_unchanged(
+    tiny_model: Path, tmp_path: Path, calibration_text: Path
+) -> None:
+    plan, block, groups, hidden, call = first_block(tiny_model, tmp_path / "out", calibration_text)
+    prefix = plan.blocks.name(0)
+    before = run_block(block, hidden, call)
+    old = {group.names: group.hessian.clone() for group in groups if group.hessian is not None}
     result = BlockResult()
     done = fold_block(plan, prefix, block, groups, hidden, call, result)
     after = run_block(block, hidden, call)
     assert float((after - before).norm() / before.norm()) < 1e-5
-    assert len(done) == 4
-    for (fold, factors), group, h in zip(
-        sorted(done, key=lambda d: names.index(_group(d[0].consumers, names))), groups, old, strict=True
-    ):
+    assert len(done) == len(groups) == 4
+    for group in groups:
+        fold, factors = next(item for item in done if group.names[0] in item[0].consumers)
         columns = fold.columns(group.names[0], factors).double()
-        torch.testing.assert_close(group.hessian, h / torch.outer(columns, columns))
+        torch.testing.assert_close(group.hessian, old[group.names] / torch.outer(columns, columns))
     assert set(result.parts) == {plan.weights.names[n] for n in plan.rewritten if n.startswith(prefix)}
+    assert not result.notes
 
 
-def _group(consumers: Any, names: list[tuple[str, ...]]) -> tuple[str, ...]:
-    return next(group for group in names if group[0] in consumers)
+def test_statistics_that_are_not_finite_leave_one_fold_alone_and_are_noted(
+    tiny_model: Path, tmp_path: Path, calibration_text: Path
+) -> None:
+    plan, block, groups, hidden, call = first_block(tiny_model, tmp_path / "out", calibration_text)
+    bad = next(group for group in groups if group.names == ("mlp.down_proj",))
+    assert bad.hessian is not None
+    bad.hessian[2, 2] = float("inf")
+    weight = block.get_parameter("mlp.down_proj.weight").clone()
+    result = BlockResult()
+    done = fold_block(plan, plan.blocks.name(0), block, groups, hidden, call, result)
+    assert "mlp.up_proj" not in {fold.producer for fold, _ in done}
+    assert len(done) == 3
+    assert torch.equal(block.get_parameter("mlp.down_proj.weight"), weight)
+    assert result.notes == [
+        f"{plan.blocks.name(0)}.mlp.up_proj: the loss of this fold is not finite; its channels are not scaled"
+    ]
 
 
 def test_the_command_line_offers_awq(
