@@ -14,6 +14,7 @@ from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
+from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, Sizes, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room
@@ -96,6 +97,10 @@ def make_plan(options: ConvertOptions) -> Plan:
         warnings.append(selftext.note(options, _whole(weights, options)))
     prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows))
     problems += check_room(options, prediction)
+    behind = carried(source)[1]
+    if behind:
+        shown = ", ".join(behind[:5]) + (f" and {len(behind) - 5} more" if len(behind) > 5 else "")
+        warnings.append(f"not copied from the source (code, pickles, other data): {shown}")
     return Plan(
         options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, rewritten, problems, warnings, prediction
     )  # fmt: skip

@@ -41,6 +41,7 @@ from quantkit.checkpoint.writer import (
     write_record,
 )
 from quantkit.convert.block import BlockResult
+from quantkit.convert.folder import beside_sha256
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, read_job
 from quantkit.convert.plan import Plan
@@ -169,7 +170,8 @@ def identity(plan: Plan) -> dict[str, Any]:
 def job_of(plan: Plan) -> dict[str, Any]:
     """What must be the same for a job to go on: its identity, its place, and the processor's arithmetic."""
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return {**identity(plan), "out": str(plan.options.out.resolve()), "cpu": cpu}
+    beside = beside_sha256(plan.source)
+    return {**identity(plan), "beside_sha256": beside, "out": str(plan.options.out.resolve()), "cpu": cpu}
 
 
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:

@@ -91,6 +91,23 @@ def test_the_folder_is_complete(tiny_original: Path, calibration_text: Path, tmp
     assert [p.name for p in tmp_path.iterdir()] == ["out"]  # no work folder is left
 
 
+def test_a_users_own_files_come_along_but_no_code_and_no_pickles(tiny_model: Path, tmp_path: Path) -> None:
+    mine = {"LICENSE": "do what you like", "README.md": "# mine", "labels.json": '{"a": 1}', "NOTICE.txt": "by me"}
+    others = {
+        "modeling_mine.py": "import os",
+        "training_args.bin": "x",
+        "trainer_state.json": "{}",
+        "quantize_config.json": "{}",
+    }
+    for name, text in {**mine, **others}.items():
+        (tiny_model / name).write_text(text)
+    report = quantkit.convert(tiny_model, out=tmp_path / "out", method="rtn", group_size=32)
+    found = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert {name: found[name].decode() for name in mine} == mine
+    assert not set(others) & set(found)
+    assert [w for w in report.warnings if "not copied" in w and all(name in w for name in others)]
+
+
 def test_transformers_loads_it_with_its_compressed_tensors_library(
     tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
