@@ -135,9 +135,20 @@ class FolderSource:
 
     def quantization(self) -> dict[str, Any] | None:
         found = self.config.get("quantization_config")
+        if found is None and any(name.endswith(".qweight") for name in self._files):
+            found = self._legacy_quantization()
         if found is not None and not isinstance(found, dict):
             raise SourceError(f"{self.path / 'config.json'}: quantization_config is no JSON object. Download it again.")
         return found
+
+    def _legacy_quantization(self) -> dict[str, Any] | None:
+        """The files of AutoGPTQ and AutoAWQ from before config.json said it."""
+        for file in ("quantize_config.json", "quant_config.json"):
+            if (self.path / file).is_file():
+                said = read_json(self.path / file)
+                awq = "w_bit" in said or "zero_point" in said
+                return {"quant_method": "awq" if awq else "gptq", **said}
+        return None
 
 
 def _hash(stream: Any) -> bytes:

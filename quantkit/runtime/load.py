@@ -126,7 +126,7 @@ def fill(
     if not dequantize:
         for name in [*places.values(), *shared.values()]:  # before Weights looks for names: they have no dense weight
             module.get_submodule(name)._parameters.pop("weight")
-    weights = Weights(module, _Plain(source, reader, places if dequantize else {}, module), dtype)
+    weights = Weights(module, _Plain(source, reader, places, module, dequantize), dtype)
     if not dequantize:
         for stored, name in places.items():
             owner: Any = module.get_submodule(name)
@@ -207,7 +207,7 @@ def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tupl
     names of those that are stored quantized. Raises SourceError and CheckpointError as ``fill`` does."""
     reader = QuantizedReader(source)
     places = place_modules(module, reader, str(source.path))
-    return Weights(module, _Plain(source, reader, places, module), dtype), {
+    return Weights(module, _Plain(source, reader, places, module, True), dtype), {
         f"{name}.weight" for name in places.values()
     }
 
@@ -257,15 +257,22 @@ def end_tokens(source: Source) -> tuple[int, ...]:
 
 
 class _Plain:
-    """A source seen without the packed tensors of its quantized modules; ``dense`` ones are offered as float weights instead."""
+    """A source seen without the packed tensors of its quantized modules, which are offered as float weights if ``dense``.
 
-    def __init__(self, source: Source, reader: QuantizedReader, dense: dict[str, str], module: Any) -> None:
+    Old gptq files hold a bias of zeros for layers that have none (AutoGPTQ wrote one for every layer): left out.
+    """
+
+    def __init__(
+        self, source: Source, reader: QuantizedReader, places: dict[str, str], module: Any, dense: bool
+    ) -> None:
         self.source, self.reader = source, reader
         self.path, self.config = source.path, source.config
-        self._plain = reader.plain_names()
+        owners = {stored: module.get_submodule(name) for stored, name in places.items()}
+        biases = {f"{stored}.bias" for stored, owner in owners.items() if getattr(owner, "bias", None) is None}
+        self._plain = [name for name in reader.plain_names() if name not in biases or bool(source.read(name).any())]
         self._dense: dict[str, tuple[int, int]] = {}
-        for stored, name in dense.items():
-            self._dense[f"{stored}.weight"] = _shape(module.get_submodule(name))
+        if dense:
+            self._dense = {f"{stored}.weight": _shape(owner) for stored, owner in owners.items()}
 
     def names(self) -> list[str]:
         return [*self._plain, *self._dense]

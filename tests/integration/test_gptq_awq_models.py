@@ -79,3 +79,37 @@ def test_inspect_tells_schemes_of_a_quantized_folder(
     assert data["quant_method"] == "gptq"
     assert data["schemes"] == {"W4 g64 sym": 18, "W4 g32 sym": 3}
     assert data["format"] == "gptq"
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_folders_from_before_config_json_said_it_are_read(form: str, tiny_original: Path, tmp_path: Path) -> None:
+    """With AutoGPTQ's zero biases of layers that have none, too."""
+    out = tmp_path / "out"
+    qk.convert(tiny_original, out, format=form, group_size=32, **RTN)
+    ids = torch.arange(10, 42)[None]
+    before = qk.load(out, device="cpu", dtype="float32")(ids)
+    name = "model.layers.0.mlp.up_proj.bias"
+
+    def age(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        said = config.pop("quantization_config")
+        if form == "awq":
+            said = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
+        else:
+            said.pop("quant_method")
+        file = "quant_config.json" if form == "awq" else "quantize_config.json"
+        (out / file).write_text(json.dumps(said))
+        tensors[name] = torch.zeros(96, dtype=torch.float16)
+
+    edit(out, age)
+    for dense in (False, True):
+        assert qk.load(out, device="cpu", dtype="float32", dequantize=dense)(ids).shape == before.shape
+    assert torch.equal(qk.load(out, device="cpu", dtype="float32")(ids), before)
