@@ -37,6 +37,7 @@ from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+CASTS = ("float32", "bfloat16", "float16")  # 16-bit originals are themselves in float32
 
 
 def main() -> None:
@@ -134,6 +135,15 @@ def decoder_linears(source: Source) -> dict[str, int]:
     }
 
 
+def cast_of(original: torch.Tensor, found: torch.Tensor) -> str | None:
+    """The dtype that makes the original's values those that were found: its own, one that a peer loads in, or None."""
+    for name in CASTS:
+        dtype = getattr(torch, name)
+        if torch.equal(original.to(dtype).float(), found):
+            return name
+    return None
+
+
 def judge_dense(source: Source, folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Make a model folder of dequantized weights; sizes from what the peer stores for the linears it changed."""
     from safetensors.torch import load_file, save_file
@@ -143,7 +153,8 @@ def judge_dense(source: Source, folder: Path, facts: dict[str, Any]) -> dict[str
     if lost:
         raise SystemExit(f"{len(lost)} tensors of the original are not in the peer's result, first {lost[0]}")
     linears = decoder_linears(source)
-    same = {name for name in source.names() if torch.equal(source.read(name).float(), dense[name])}
+    cast = {name: cast_of(source.read(name), dense[name]) for name in source.names()}
+    same = {name for name in source.names() if cast[name] is not None}
     left = [name for name in linears if f"{name}.weight" in same]
     save_file({name: dense[name] for name in source.names()}, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "dense.safetensors").unlink()
@@ -158,6 +169,7 @@ def judge_dense(source: Source, folder: Path, facts: dict[str, Any]) -> dict[str
         "model_bits_per_weight": 8 * stored / count_parameters(source),
         "layers": len(linears) - len(left),
         "left_alone": left,
+        "cast": {to: sum(1 for found in cast.values() if found == to) for to in CASTS[1:]},
         "changed_besides": sorted(set(source.names()) - same - {f"{name}.weight" for name in linears}),
     }
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from llmcompressor import oneshot
-from worker import Stopwatch, arguments, finish, load_model, token_ids
+from worker import (
+    Stopwatch,
+    arguments,
+    block_linears,
+    dense_state,
+    file_bytes,
+    finish,
+    load_model,
+    packed_bytes,
+    token_ids,
+)
+
+LIBRARIES = ("llmcompressor", "compressed-tensors")
 
 
 def scheme(args: Any) -> dict[str, Any]:
@@ -34,6 +47,14 @@ def recipe(args: Any) -> Any:
     return [AWQModifier(), QuantizationModifier(**options)]
 
 
+def decompressed(folder: Path) -> Any:
+    """The saved model with its weights unpacked by its own library, in float32."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    unpack = CompressedTensorsConfig(run_compressed=False)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=unpack)
+
+
 def main() -> None:
     args = arguments(__doc__)
     ids = token_ids(args)
@@ -49,9 +70,18 @@ def main() -> None:
             max_seq_length=ids.shape[1],
             num_calibration_samples=ids.shape[0],
         )
-    model.save_pretrained(args.out / "packed", save_compressed=True)
+    if args.method == "gptq":
+        model.save_pretrained(args.out / "packed", save_compressed=True)
+        watch.saved()
+        finish(args, watch, LIBRARIES)
+        return
+    folder = args.out / "saved"  # its scales are float32, as the model was: quantkit reads 16-bit ones
+    model.save_pretrained(folder, save_compressed=True)
     watch.saved()
-    finish(args, watch, ["llmcompressor", "compressed-tensors"], dtype=str(model.dtype))
+    del model
+    dense = decompressed(folder)
+    size = {"quantized_bytes": packed_bytes(folder, block_linears(dense)), "checkpoint_bytes": file_bytes(folder)}
+    finish(args, watch, LIBRARIES, dense_state(dense, {}), **size)
 
 
 if __name__ == "__main__":

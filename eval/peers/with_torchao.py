@@ -17,7 +17,7 @@ def config(args: Any) -> Any:
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
     from torchao.quantization.quantize_.workflows import Int4ChooseQParamsAlgorithm
 
-    options: dict[str, Any] = {"group_size": args.group_size, "int4_packing_format": "opaque"}
+    options: dict[str, Any] = {"group_size": args.group_size}
     if args.method == "int4-hqq":
         options["int4_choose_qparams_algorithm"] = Int4ChooseQParamsAlgorithm.HQQ
     return PrototypeInt4WeightOnlyConfig(**options)

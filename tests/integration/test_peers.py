@@ -77,6 +77,9 @@ def test_what_a_peer_changed_and_left_alone_is_found_by_comparing(
     for name in linears[1:]:
         dense[name] += 0.01
     dense["model.layers.0.input_layernorm.weight"] *= 2
+    dense["model.embed_tokens.weight"] = (
+        dense["model.embed_tokens.weight"].bfloat16().float()
+    )  # loaded in it: not changed
     save_file(dense, tmp_path / "dense.safetensors")
     facts = {"quantized_bytes": 1000, "checkpoint_bytes": 5000}
     found = run.judge_dense(source, tmp_path, facts)
@@ -84,6 +87,7 @@ def test_what_a_peer_changed_and_left_alone_is_found_by_comparing(
     assert found["bits_per_weight"] == pytest.approx(8000 / weights)
     assert (found["layers"], found["left_alone"]) == (len(linears) - 1, [linears[0].removesuffix(".weight")])
     assert found["changed_besides"] == ["model.layers.0.input_layernorm.weight"]
+    assert found["cast"] == {"bfloat16": 1, "float16": 0}
     read = open_source(tmp_path)
     assert all(torch.equal(read.read(name), dense[name]) for name in source.names())
     assert evaluate(tmp_path, baseline=tiny_original, data=str(calibration_text), seq_len=64, tokens=128).kl_mean > 0  # type: ignore[operator]
