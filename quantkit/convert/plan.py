@@ -24,6 +24,7 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.experts import expert_linears, routers
 from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
+from quantkit.runtime.attention import cached_heads
 
 
 @dataclass
@@ -230,7 +231,7 @@ def _outside_bytes(weights: Weights, target: Target) -> int:
 
 def _kv_sample_bytes(config: Any) -> int:
     """Keys and values that one layer's observer keeps, in float32, and as much four times over while ranges are searched."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = cached_heads(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * heads * head_dim * SAMPLE_TOKENS * 4 + 4 * heads * head_dim * SAMPLE_TOKENS * 4)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.names import Stored, match_names
 from quantkit.checkpoint.source import Source
@@ -77,11 +78,33 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         raise UnsupportedModel(f"config.json of this {kind} makes no model ({error!r}). Download it again.") from error
     except ValueError as error:
         raise UnsupportedModel(
-            f"model_type {kind!r}: no causal language model of that type in transformers ({error})"
+            f"model_type {kind!r}: transformers has no causal language model of that type ({_first_sentence(error)})"
         ) from None
+    model.requires_grad_(False)
     if unfuse:
         unfuse_experts(model)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _first_sentence(error: Exception) -> str:
+    """Without the list of everything that would have been possible."""
+    return str(error).partition("\n")[0].partition(". ")[0]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """What is large is made on meta at once: it becomes a parameter, and one layer's fused experts alone may be larger than the
+    memory. What is small may be a buffer that holds something, and stays real."""
+
+    # elements from which on; a buffer may be filled after torch.empty too, but not one of this size
+    LIMITS: ClassVar[dict[Any, int]] = {torch.empty: 1 << 16, torch.zeros: 1 << 24, torch.ones: 1 << 24}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = dict(kwargs or {})
+        if func in self.LIMITS and out.get("device") is None:
+            sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+            if torch.Size(sizes or out.get("size", ())).numel() >= self.LIMITS[func]:
+                out["device"] = "meta"
+        return func(*args, **out)
 
 
 @contextlib.contextmanager
@@ -91,12 +114,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(module, name, param)
-        if param is not None:
+        if param is not None and not param.is_meta:
             module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 

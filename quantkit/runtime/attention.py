@@ -56,6 +56,18 @@ def layer_windows(config: Any) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in kinds]
 
 
+def cached_heads(config: Any) -> int:
+    """Heads of keys and values as they reach the cache. falcon hands on one for all (multi_query), or a copy for each query."""
+    named = getattr(config, "num_key_value_heads", None)
+    if (
+        named is None
+        and getattr(config, "multi_query", False)
+        and not getattr(config, "new_decoder_architecture", False)
+    ):
+        return 1
+    return int(named or config.num_attention_heads)
+
+
 def layer_specs(
     model: Any, scheme: KVScheme, scales: KVScales | None, dtype: torch.dtype, device: torch.device
 ) -> list[LayerSpec]:
@@ -69,7 +81,7 @@ def layer_specs(
             f"kv_bits={scheme.bits}: the checkpoint has {has}. Convert with --kv-bits {scheme.bits}, or use --kv-bits 16."
         )
     names = attention_modules(model)
-    heads = int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
+    heads = cached_heads(model.config)
     specs = []
     for index, window in enumerate(windows):
         layer = scales.layers.get(names[index])

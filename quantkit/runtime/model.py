@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.core.kvscheme import KVScales, KVScheme
 from quantkit.errors import RequestError
-from quantkit.runtime.attention import layer_specs, transformers_cache
+from quantkit.runtime.attention import cached_heads, layer_specs, transformers_cache
 from quantkit.runtime.cache import PAGE_TOKENS, KVCache
 from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.engine import Generation, Piece, run
@@ -153,7 +153,7 @@ class Model:
         packed = sum(weight.nbytes() for weight in weights)  # a tied matrix once
         tensors = {t.data_ptr(): t.nbytes for t in [*self.module.parameters(), *self.module.buffers()]}
         config = self.module.config
-        heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        heads = cached_heads(config)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         token = len(self._specs) * self.kv_scheme.bytes_per_token(heads, head_dim, self.dtype)
         return {"quantized": packed, "dense": sum(tensors.values()) - packed, "kv_per_token": token}

@@ -12,7 +12,7 @@ import torch
 from architectures import ARCHITECTURES, MOE, tiny_model
 from safetensors import safe_open
 
-import quantkit
+import quantkit as qk
 
 PROMPT = "The old fox runs near the gate, and nobody runs twice. The small river waits"
 
@@ -40,7 +40,7 @@ def test_generation_equals_transformers(name: str, tmp_path: Path, tiny_original
     from transformers import AutoModelForCausalLM
 
     source = saved(name, tmp_path / "source", tiny_original)
-    model = quantkit.load(source, device="cpu", dtype="float32")
+    model = qk.load(source, device="cpu", dtype="float32")
     ids = torch.tensor([model.encode(PROMPT)])
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -58,14 +58,14 @@ def test_what_is_converted_runs_as_its_dequantized_twin(
     name: str, format_name: str, tmp_path: Path, tiny_original: Path, calibration_text: Path
 ) -> None:
     source, out = saved(name, tmp_path / "source", tiny_original), tmp_path / "out"
-    report = quantkit.convert(
+    report = qk.convert(
         source, out, method="gptq", bits=8, group_size=32, format=format_name, calibration=str(calibration_text),
         samples=4, seq_len=32, device="cpu",
     )  # fmt: skip
     assert all(layer.relative_output_error < 0.02 for layer in report.layers)
-    packed = quantkit.load(out, device="cpu", dtype="float32", kernel="dequantize")
-    dense = quantkit.load(out, device="cpu", dtype="float32", dequantize=True)
-    original = quantkit.load(source, device="cpu", dtype="float32")
+    packed = qk.load(out, device="cpu", dtype="float32", kernel="dequantize")
+    dense = qk.load(out, device="cpu", dtype="float32", dequantize=True)
+    original = qk.load(source, device="cpu", dtype="float32")
     ids = torch.tensor([packed.encode(PROMPT)])
     torch.testing.assert_close(packed(ids), dense(ids), rtol=1e-3, atol=1e-3)
     assert float((dense(ids) - original(ids)).norm() / original(ids).norm()) < 0.1
@@ -74,6 +74,23 @@ def test_what_is_converted_runs_as_its_dequantized_twin(
     assert len(modules) == len(report.layers)
     for module in modules:
         assert any(stored.startswith(f"{module}.") for stored in stored_names(out))
+
+
+@pytest.mark.parametrize("name", ["falcon", "falcon-alibi", "gemma2", "mixtral"])
+def test_a_quantized_cache_fits_every_kind_of_attention(
+    name: str, tmp_path: Path, tiny_original: Path, calibration_text: Path
+) -> None:
+    source, out = saved(name, tmp_path / "source", tiny_original), tmp_path / "out"
+    qk.convert(
+        source, out, method="rtn", bits=8, group_size=32, kv_bits=8, calibration=str(calibration_text), samples=4,
+        seq_len=64, device="cpu",
+    )  # fmt: skip
+    quantized, plain = (
+        qk.load(out, device="cpu", dtype="float32", kernel="dequantize", kv_bits=bits) for bits in (8, 16)
+    )
+    ids = torch.tensor([plain.encode(PROMPT)])
+    assert float((quantized(ids) - plain(ids)).norm() / plain(ids).norm()) < 0.05
+    assert not torch.equal(quantized(ids), plain(ids))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +105,7 @@ def test_experts_are_written_one_by_one_under_the_names_of_the_family(
     name: str, experts: str, router: str, tmp_path: Path, tiny_original: Path, calibration_text: Path
 ) -> None:
     source, out = saved(name, tmp_path / "source", tiny_original), tmp_path / "out"
-    quantkit.convert(source, out, method="rtn", bits=4, group_size=32, format="compressed-tensors", device="cpu")
+    qk.convert(source, out, method="rtn", bits=4, group_size=32, format="compressed-tensors", device="cpu")
     parts = (1, 2, 3) if name == "mixtral" else ("gate", "up", "down")
     names = stored_names(out)
     for layer in (0, 2):
@@ -112,7 +129,7 @@ def test_an_expert_that_is_never_routed_to_is_converted_and_named(
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.mlp.router.bias"][2] = -1e4  # nobody chooses expert 2 of layer 1
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    report = quantkit.convert(
+    report = qk.convert(
         source, tmp_path / "out", method="gptq", bits=8, group_size=32, format="native",
         calibration=str(calibration_text), samples=8, seq_len=64, device="cpu",
     )  # fmt: skip
@@ -138,9 +155,30 @@ def test_experts_stored_in_one_tensor_are_read_too(name: str, tmp_path: Path, ti
     outs = []
     for folder in (source, fused):
         out = tmp_path / f"{folder.name}-out"
-        quantkit.convert(folder, out, method="rtn", bits=4, group_size=32, format="compressed-tensors", device="cpu")
+        qk.convert(folder, out, method="rtn", bits=4, group_size=32, format="compressed-tensors", device="cpu")
         outs.append(out)
     assert stored_names(outs[0]) == stored_names(outs[1])
     ids = torch.arange(5, 30)[None]
-    a, b = (quantkit.load(out, device="cpu", dtype="float32")(ids) for out in outs)
+    a, b = (qk.load(out, device="cpu", dtype="float32")(ids) for out in outs)
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "zorglub"}, "model_type 'zorglub' is unknown"),
+        ({"model_type": "mamba", "num_hidden_layers": 1}, "mamba: backbone.layers.0.mixer.conv1d"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'"),
+    ],
+)
+def test_inspect_refuses_an_unknown_model_in_one_line(
+    config: dict[str, Any], message: str, tmp_path: Path, quantkit: Any
+) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"a.weight": torch.zeros(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    done = quantkit("inspect", tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import MOE, tiny_model
+from architectures import MOE, tiny_config, tiny_model
 from torch import nn
 
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import Experts, Layout, expert_modules, fill, find_layout, is_fused, routers, unfuse_experts
+from quantkit.model.experts import Layout, expert_modules, fill, find_layout, is_fused, routers, unfuse_experts
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
 from quantkit.model.stepper import input_groups, record
 
@@ -150,9 +150,10 @@ def test_a_three_dimensional_weight_that_is_no_expert_is_named() -> None:
 
 
 def test_no_memory_is_taken_for_experts_of_a_skeleton() -> None:
-    config = {**tiny_model("mixtral").config.to_dict(), "num_local_experts": 8}
+    """A terabyte of experts in one layer."""
+    config = tiny_config("mixtral", num_hidden_layers=1, hidden_size=1 << 17, intermediate_size=1 << 17)
+    config |= dict(num_local_experts=8)
     model = build_skeleton(config)
-    assert all(p.is_meta for p in model.parameters())
-    assert all(len(experts) == 8 for _, experts in expert_modules(model))
-    assert not any(p.requires_grad for p in model.parameters())
-    assert sum(isinstance(m, Experts) for m in model.modules()) == 3
+    assert all(p.is_meta and not p.requires_grad for p in model.parameters())
+    assert [len(experts) for _, experts in expert_modules(model)] == [8]
+    assert sum(p.numel() * 4 for p in model.parameters()) > 1e12
