@@ -40,6 +40,9 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     metavar="METHOD",
     help=f"{' or '.join(METHODS)}. ({', '.join(LATER_METHODS)}: later)",
 )
+@click.option(
+    "--preset", metavar="NAME", help="fast (rtn) or balanced (gptq): sets method and scales; an option given wins."
+)
 @click.option("--bits", type=int, default=4, show_default=True, help="2 to 8.")
 @click.option(
     "--group-size", type=GroupSize(), default="128", show_default=True, help="Inputs per scale, or 'channel'."
@@ -97,7 +100,6 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto or cpu.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("--preset", hidden=True)
 @click.option("--kv-budget", hidden=True)
 @click.option("--activations", hidden=True)
 @click.option("--target-bpw", hidden=True)
@@ -108,7 +110,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch` knows.
     A SOURCE that is quantized already is repacked into --format: the same codes, no text is read.
     """
-    from quantkit.convert.options import NOT_LANDED, ConvertOptions, refuse_not_landed
+    from quantkit.convert.options import NOT_LANDED, ConvertOptions, apply_preset, refuse_not_landed
     from quantkit.convert.plan import make_plan
     from quantkit.convert.repack import plan_repack
     from quantkit.convert.run import run
@@ -116,10 +118,14 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     refuse_not_landed({name: value for name, value in given.items() if value != "none"})
     for name in NOT_LANDED:
         given.pop(name, None)
+    preset = given.pop("preset")
+    given.update(apply_preset(preset, _typed(given)))
     started = time.perf_counter()
     options = ConvertOptions(source=source, out=out, format=format_, **given)
     repacking = plan_repack(source, out, _typed({**given, "format": format_}))
     if repacking is not None:
+        if preset is not None:
+            raise RequestError(f"--preset {preset} has no effect: {source} is quantized and is repacked. Leave it out.")
         _run_repack(repacking, started, dry_run=dry_run, as_json=as_json)
         return
     _refuse_without_effect(given)
@@ -167,14 +173,12 @@ def _run_repack(plan: Any, started: float, *, dry_run: bool, as_json: bool) -> N
 
 def _refuse_without_effect(given: dict[str, Any]) -> None:
     """Options that were typed and would do nothing are refused: silence would look like obedience."""
-    from click.core import ParameterSource
-
-    context = click.get_current_context()
+    typed = _typed(given)
     useless = ["damping"] if given["method"] == "rtn" else []
     if useless and given["kv_bits"] == 16:
         useless += ["calibration", "samples", "seq_len", "seed"]
     for name in useless:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if name in typed:
             raise RequestError(
                 f"--{name.replace('_', '-')} has no effect: --method {given['method']} reads no text. Leave it out."
             )

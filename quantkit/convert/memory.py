@@ -8,6 +8,7 @@ from typing import Any
 from quantkit.core.host import current_rss, peak_rss
 
 CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
+GENERATE_BYTES = 2 * 10**9  # the written model is loaded and run if it takes no more, or no more than the job did
 BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
 
 
@@ -51,6 +52,7 @@ class Sizes:
     calibrated: bool
     kv_sample_bytes: int
     outside_bytes: int  # of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none
+    packed_model: int = 0  # of the written model, loaded to run it
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
 
 
@@ -62,6 +64,7 @@ def predict(sizes: Sizes) -> Prediction:
     solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
     self:   the whole model with its cache, before anything else
     outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
+    generate: the written model, loaded whole, if that is small (GENERATE_BYTES) or no more than another phase
     copy:   states + three stored copies of the largest plain tensor (read, written, read back)
     """
     f32 = 4
@@ -82,6 +85,8 @@ def predict(sizes: Sizes) -> Prediction:
     phases["solve"] = states + read_block + hessians + factor + 9 * sizes.largest_group * f32
     if sizes.outside_bytes:
         phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
+    if sizes.packed_model <= max(GENERATE_BYTES, *phases.values()):
+        phases["generate"] = sizes.packed_model
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
     work = output + 2 * states

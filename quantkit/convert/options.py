@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 
 # Options of the command line whose capability has not landed: refused by name, never ignored.
-NOT_LANDED = ("preset", "kv_budget", "activations", "target_bpw", "target_size")
+NOT_LANDED = ("kv_budget", "activations", "target_bpw", "target_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,30 @@ class ConvertOptions:
             for key in ("samples", "seq_len"):
                 data.pop(key)
         return data
+
+
+# What a preset sets; an option that was given wins, another method contradicts.
+PRESETS: dict[str, dict[str, Any]] = {
+    "fast": {"method": "rtn", "scales": "search"},
+    "balanced": {"method": "gptq", "scales": "search"},
+}
+PRESETS_LATER = ("best",)
+
+
+def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options a preset adds to those that were given. Raises RequestError for an unknown preset or a contradiction."""
+    if preset is None:
+        return {}
+    if preset not in PRESETS:
+        what = "has not landed yet" if preset in PRESETS_LATER else "is no preset"
+        raise RequestError(f"--preset {preset}: {what}. Presets: {', '.join(PRESETS)}.")
+    chosen = PRESETS[preset]
+    method = given.get("method", chosen["method"])
+    if method != chosen["method"]:
+        raise RequestError(
+            f"--preset {preset} with --method {method}: the preset is --method {chosen['method']}. Leave one of them out."
+        )
+    return {name: value for name, value in chosen.items() if name not in given}
 
 
 def refuse_not_landed(options: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from quantkit.algorithms import FOLDING
 from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows, load_windows
-from quantkit.checkpoint.source import Source, open_source
+from quantkit.checkpoint.source import Source, TensorInfo, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.folder import carried
@@ -209,6 +210,7 @@ def _sizes(
         seq_len=options.seq_len,
         plain_bytes=sum(info.nbytes for info in infos) + cut,
         packed_bytes=int(packed),
+        packed_model=_packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
         calibrated=windows is not None,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
         outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
@@ -219,6 +221,13 @@ def _sizes(
 def _whole(weights: Weights, options: ConvertOptions) -> int:
     """What ``--calibration self`` holds while the model writes."""
     return selftext.bytes_needed(weights.model, sum(weights.parameters[name].numel() for name in weights.tied), options)
+
+
+def _packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:
+    """The written model in memory: packed weights (kernels hold 2 and 3 bits in 4, 5 to 7 in 8, and scales twice), the rest
+    in float32, and the largest tensor on its way: stored, its mask, or its codes and the temporaries of packing them."""
+    dense = [info.nbytes // info.dtype.itemsize for info in infos]
+    return 4 * sum(dense) + 2 * packed + max(3 * max(dense, default=0), 10 * max(weights))
 
 
 def _outside_bytes(weights: Weights, target: Target) -> int:

@@ -63,6 +63,7 @@ class ConvertReport:
     source_bytes: int = 0
     output_bytes: int = 0
     verified_tensors: int = 0
+    sample: dict[str, str] | None = None  # what the written model made of a prompt, see sample.py
     engines: list[Verdict] = field(default_factory=list)
     repacked_from: str | None = None  # the source's format, when nothing was quantized
     notes: list[str] = field(default_factory=list)  # what happened on the way, see BlockResult
@@ -80,11 +81,11 @@ class ConvertReport:
     def to_store(self) -> dict[str, Any]:
         """What a resumed job cannot find out again once the parts are gone."""
         layers = [asdict(layer) for layer in self.layers]
-        return {"verified_tensors": self.verified_tensors, "notes": self.notes, "layers": layers}
+        return {"verified_tensors": self.verified_tensors, "sample": self.sample, "notes": self.notes, "layers": layers}
 
     def restore(self, stored: dict[str, Any]) -> None:
         """Undo ``to_store``."""
-        self.verified_tensors, self.notes = stored["verified_tensors"], stored["notes"]
+        self.verified_tensors, self.sample, self.notes = stored["verified_tensors"], stored["sample"], stored["notes"]
         self.layers = [LayerReport(**layer) for layer in stored["layers"]]
 
     def to_json(self) -> dict[str, Any]:
@@ -104,6 +105,7 @@ class ConvertReport:
             "bits_per_weight": round(self.bits_per_weight, 4),
             "verified_tensors": self.verified_tensors,
             "dropped_tokens": self.dropped_tokens,
+            "sample": self.sample,
             "engines": [verdict.to_json() for verdict in self.engines],
             "warnings": self.warnings,
             "notes": self.notes,
@@ -121,6 +123,9 @@ class ConvertReport:
             f"  time      {self.seconds:.0f} s, peak memory {_mb(self.peak_host_bytes)} (predicted {_mb(self.predicted_host_bytes)})",
             f"  checked   {self.verified_tensors} tensors read back and equal to what was decided",
         ]
+        if self.sample is not None:
+            shown = f"{self.sample['prompt']} -> {self.sample['text']}"
+            lines.append(f"  writes    {' '.join(shown.split())}")
         measured = [layer for layer in self.layers if layer.relative_output_error is not None]
         if measured:
             worst = sorted(measured, key=lambda layer: -(layer.relative_output_error or 0))[:3]

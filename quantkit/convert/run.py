@@ -23,11 +23,12 @@ from quantkit.convert.fold import fold_block
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_plan
 from quantkit.convert.memory import BATCH_TOKENS
-from quantkit.convert.options import ConvertOptions
+from quantkit.convert.options import ConvertOptions, apply_preset
 from quantkit.convert.outside import quantize_outside
 from quantkit.convert.plan import Plan, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
+from quantkit.convert.sample import generate_sample
 from quantkit.convert.verify import verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
 from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
@@ -53,12 +54,18 @@ Listener = Callable[[Progress], None]
 
 
 def convert(
-    source: str | Path, out: str | Path, *, on_progress: Listener | None = None, **options: Any
+    source: str | Path,
+    out: str | Path,
+    *,
+    preset: str | None = None,
+    on_progress: Listener | None = None,
+    **options: Any,
 ) -> ConvertReport:
     """Quantize a model and write a complete checkpoint folder ``out``; a source that is quantized already is repacked.
 
     options: the fields of ``ConvertOptions`` (method, bits, group_size, symmetric, format, kv_bits, calibration,
-    samples, seq_len, seed, ...). The folder appears under its name only when it is complete and was read back.
+    samples, seq_len, seed, ...). preset: "fast" or "balanced", see ``options.PRESETS``; an option that is given wins.
+    The folder appears under its name only when it is complete and was read back.
     Raises QuantkitError children. What a later call with ``resume=True`` can go on from is kept in the work folder then,
     also on Ctrl-C or a kill (the error's note says so); under the name ``out`` there is nothing half-written, ever.
     """
@@ -68,6 +75,7 @@ def convert(
     unknown = sorted(set(options) - known)
     if unknown:
         raise TypeError(f"convert() got an unexpected option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    options.update(apply_preset(preset, options))
     started = time.perf_counter()
     listen = on_progress or (lambda progress: None)
     asked = ConvertOptions(source=str(source), out=Path(out), **options)
@@ -194,6 +202,11 @@ class _Conversion:
         self.listen(Progress("verify", total, total))
         self.report.verified_tensors = verify_folder(self.writer.folder, self.decisions, self.writer.entries)
         self.report.verified_tensors += verify_kv(self.writer.folder, self.kv)
+        sample = generate_sample(plan, self.writer.folder)
+        if isinstance(sample, str):
+            self.report.notes.append(sample)
+        else:
+            self.report.sample = sample
         self.work.finish(self.report.to_store())
 
     def _collect(self, result: BlockResult) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from quantkit.checkpoint.source import Source
+from quantkit.formats.kv_scales import FILE_NAME
 from quantkit.formats.reader import QuantizedReader
 
 
@@ -33,12 +34,15 @@ def measure_sizes(source: Source) -> Sizes:
 
 
 def stored_bytes(source: Source) -> int:
-    """Bytes of all tensors as they lie in the file: for a GGUF file the packed ones, not what they are read as."""
+    """Bytes of all tensors as they lie in the file, scales of the KV cache included; for a GGUF file the packed ones, not
+    what they are read as."""
     from quantkit.checkpoint.gguf_source import GGUFSource
 
     if isinstance(source, GGUFSource):
         return sum(tensor.nbytes for tensor in source.header.tensors.values())
-    return sum(source.info(name).nbytes for name in source.names())
+    scales = source.path / FILE_NAME if source.path.is_dir() else None
+    beside = scales.stat().st_size if scales is not None and scales.exists() else 0
+    return beside + sum(source.info(name).nbytes for name in source.names())
 
 
 def count_parameters(source: Source) -> int:

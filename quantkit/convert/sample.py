@@ -1,0 +1,54 @@
+"""A short generation from the folder that was written, before it gets its name: proof that it loads and computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.convert.memory import GENERATE_BYTES
+from quantkit.convert.plan import Plan
+from quantkit.errors import NumericsError, UnsupportedModel
+
+PROMPT_TOKENS, NEW_TOKENS = 16, 16
+FALLBACK = "The first time that"  # where there is no calibration text
+
+
+def prompt_of(plan: Plan) -> list[int]:
+    """The first tokens of the calibration text, or of a fixed phrase."""
+    if plan.windows is None:
+        return [int(token) for token in plan.tokenizer(FALLBACK)["input_ids"]]
+    return [int(token) for token in plan.windows.ids[0, :PROMPT_TOKENS]]
+
+
+def generate_sample(plan: Plan, folder: Path) -> dict[str, str] | str:
+    """Load ``folder`` and let it continue a prompt greedily: ``{"prompt": ..., "text": ...}``; or, why that was left out.
+
+    Raises NumericsError if a logit is not finite, CheckpointError or SourceError if the folder does not load. Left out,
+    and said: a model larger than memory.GENERATE_BYTES that the job's other phases do not need anyway, and an
+    architecture whose cache quantkit's run time does not know.
+    """
+    from quantkit.runtime.load import load
+
+    if "generate" not in plan.prediction.phases:
+        return (
+            f"no sample was generated: the whole model would need more than the {GENERATE_BYTES / 1e9:.0f} GB that this "
+            "check may take; `quantkit generate` does it"
+        )
+    try:
+        model = load(folder, device="cpu")
+    except UnsupportedModel as error:
+        return f"no sample was generated: {error}"
+    ids = prompt_of(plan)
+    tokens: list[int] = []
+    while len(tokens) < NEW_TOKENS:
+        logits = model(torch.tensor([[*ids, *tokens]]))
+        if not bool(torch.isfinite(logits).all()):
+            raise NumericsError(
+                f"{plan.options.out}: the quantized model gives logits that are not finite. Evaluate the source with "
+                "`quantkit eval`; if that is sound, convert with more bits."
+            )
+        tokens.append(int(logits[0, -1].argmax()))
+    decode: Any = plan.tokenizer.decode
+    return {"prompt": decode(ids), "text": decode(tokens)}
