@@ -39,7 +39,7 @@ def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None
         (["--bits", "9"], 2, ["bits=9", "2, 3, 4, 5, 6, 7 or 8"]),
         (["--group-size", "-5"], 2, ["group_size=-5", "'channel'"]),
         (["--group-size", "many"], 2, ["--group-size many", "positive number"]),
-        (["--method", "awq"], 2, ["awq", "not landed yet", "gptq"]),
+        (["--method", "hqq"], 2, ["hqq", "not landed yet", "gptq"]),
         (["--method", "magic"], 2, ["magic", "no such method"]),
         (["--format", "gguf"], 2, ["gguf", "not landed yet"]),
         (["--kv-bits", "5"], 2, ["--kv-bits 5", "16"]),
