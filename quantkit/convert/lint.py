@@ -21,6 +21,12 @@ def lint_plan(plan: Plan) -> list[Verdict]:
     return lint(_checkpoint(plan.format.name, list(plan.targets.values()), plan.model.config, plan.source.config))
 
 
+def casts_scales(plan: Plan) -> bool:
+    """True if engines will compute in bfloat16 and the scales are stored finer than that."""
+    check = _checkpoint(plan.format.name, list(plan.targets.values()), plan.model.config, plan.source.config)
+    return check.bfloat16 and plan.options.scale_dtype == "float16"
+
+
 def lint_folder(source: Source) -> list[Verdict]:
     """Which engines load a quantized folder; from headers and config. Empty for formats that quantkit does not write.
 

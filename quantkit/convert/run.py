@@ -21,7 +21,7 @@ from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.fold import fold_block
 from quantkit.convert.folder import write_beside
-from quantkit.convert.lint import lint_plan
+from quantkit.convert.lint import casts_scales, lint_plan
 from quantkit.convert.memory import BATCH_TOKENS
 from quantkit.convert.options import ConvertOptions, apply_preset
 from quantkit.convert.outside import quantize_outside
@@ -29,7 +29,7 @@ from quantkit.convert.plan import Plan, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
 from quantkit.convert.sample import generate_sample
-from quantkit.convert.verify import verify_folder, verify_kv
+from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
 from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
 from quantkit.errors import NumericsError, UnsupportedModel
@@ -200,7 +200,10 @@ class _Conversion:
         )
         self.writer.assemble()
         self.listen(Progress("verify", total, total))
-        self.report.verified_tensors = verify_folder(self.writer.folder, self.decisions, self.writer.entries)
+        cast = CastLoss() if casts_scales(plan) else None
+        self.report.verified_tensors = verify_folder(self.writer.folder, self.decisions, self.writer.entries, cast)
+        if cast is not None:
+            self.report.notes.append(cast.note())
         self.report.verified_tensors += verify_kv(self.writer.folder, self.kv)
         sample = generate_sample(plan, self.writer.folder)
         if isinstance(sample, str):

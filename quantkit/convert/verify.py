@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,11 +23,35 @@ def decision_sha256(q: QuantTensor) -> str:
     return " ".join([*parts, q.scheme.describe(), q.scheme.scale_dtype])
 
 
-def verify_folder(folder: Path, decisions: dict[str, str], entries: dict[str, Entry]) -> int:
+@dataclass
+class CastLoss:
+    """What an engine loses that casts fp16 scales to bfloat16 (8 bits of mantissa instead of 11), over all modules."""
+
+    squared: float = 0.0
+    energy: float = 0.0
+
+    def add(self, q: QuantTensor) -> None:
+        weight = q.dequantize()
+        cast = replace(q, scales=q.scales.to(torch.bfloat16), scheme=replace(q.scheme, scale_dtype="bfloat16"))
+        self.squared += float((cast.dequantize() - weight).square().sum(dtype=torch.float64))
+        self.energy += float(weight.square().sum(dtype=torch.float64))
+
+    def note(self) -> str:
+        """For the report."""
+        relative = (self.squared / max(self.energy, 1e-300)) ** 0.5
+        return (
+            f"an engine that casts the scales to bfloat16, the source's dtype, changes the quantized weights by {relative:.2%} "
+            "(--scale-dtype bfloat16 chooses codes for such scales)"
+        )
+
+
+def verify_folder(
+    folder: Path, decisions: dict[str, str], entries: dict[str, Entry], cast: CastLoss | None = None
+) -> int:
     """Read every tensor of ``folder`` and decode every module. Returns how many tensors were compared.
 
-    decisions: module name -> ``decision_sha256``; entries: what the writer was given. Raises CheckpointError, naming the
-    tensor, for any difference.
+    decisions: module name -> ``decision_sha256``; entries: what the writer was given. cast: collects what bfloat16 scales
+    would lose. Raises CheckpointError, naming the tensor, for any difference.
     """
     source = FolderSource(folder)
     reader = QuantizedReader(source)
@@ -38,6 +63,8 @@ def verify_folder(folder: Path, decisions: dict[str, str], entries: dict[str, En
             raise CheckpointError(
                 f"{folder.name}: {name} reads back different from what was quantized: the disk or a codec is at fault."
             )
+        if cast is not None:
+            cast.add(q)
     plain = reader.plain_names()
     for name in plain:
         if tensor_sha256(source.read(name)) != entries[name].sha256:

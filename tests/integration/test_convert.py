@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +220,24 @@ def test_reading_back_notices_a_flipped_bit(
     monkeypatch.setattr(CheckpointWriter, "assemble", whole)  # the parts are whole: the disk may do better this time
     convert(tiny_original, tmp_path / "out", calibration_text, resume=True)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_cast_of_scales_to_bfloat16_would_lose_is_measured_for_bfloat16_models(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "bfloat16"
+    shutil.copytree(tiny_original, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+
+    def notes(model: Path, **options: Any) -> list[str]:
+        report = convert(
+            model, tmp_path / f"out-{len(list(tmp_path.iterdir()))}", calibration_text, method="rtn", **options
+        )
+        return [note for note in report.notes if "casts the scales to bfloat16" in note]
+
+    (note,) = notes(source)
+    share = float(re.search(r"by ([0-9.]+)%", note).group(1))  # type: ignore[union-attr]
+    assert 0.03 < share < 0.4, "8 bits of mantissa: at most 2**-8 of each scale, some 0.1 % on average"
+    assert notes(source, scale_dtype="bfloat16") == []
+    assert notes(tiny_original) == []
