@@ -220,7 +220,8 @@ def _sizes(
 
 def _whole(weights: Weights, options: ConvertOptions) -> int:
     """What ``--calibration self`` holds while the model writes."""
-    return selftext.bytes_needed(weights.model, sum(weights.parameters[name].numel() for name in weights.tied), options)
+    count = sum(p.numel() for name, p in weights.parameters.items() if name not in weights.tied)
+    return selftext.bytes_needed(weights.model.config, count, options)
 
 
 def _packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:

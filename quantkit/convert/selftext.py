@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.calibrate.data import Windows
 from quantkit.checkpoint.source import Source
@@ -57,13 +57,12 @@ def note(options: ConvertOptions, needed: int) -> str:
     )
 
 
-def bytes_needed(model: nn.Module, tied: int, options: ConvertOptions) -> int:
-    """Host memory for writing: every weight and one batch's keys and values, in float32. tied: parameters counted twice."""
-    config: Any = model.config
+def bytes_needed(config: Any, weights: int, options: ConvertOptions) -> int:
+    """Host memory for writing: every weight (tied ones counted once) and one batch's keys and values, in float32."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * heads * head_dim * min(BATCH, sequences(options)) * options.seq_len
-    return int(4 * (sum(p.numel() for p in model.parameters()) - tied + cache))
+    return int(4 * (weights + cache))
 
 
 def write(source: Source, tokenizer: Any, options: ConvertOptions, listen: Listener) -> Windows:
