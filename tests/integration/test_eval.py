@@ -95,8 +95,10 @@ def test_sizes_count_scales_and_zeros_and_tied_weights_once(quantized: Path, tex
     from safetensors import safe_open
 
     stored = 0
-    weights = [path for path in quantized.glob("*.safetensors") if not path.name.startswith("quantkit_kv")]
-    for path in weights:
+    for path in quantized.glob("*.safetensors"):
+        if path.name.startswith("quantkit_kv"):
+            stored += path.stat().st_size  # a small file of its own: counted whole
+            continue
         with safe_open(path, framework="pt") as file:
             stored += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
     assert found.checkpoint_bytes == stored
