@@ -131,6 +131,29 @@ def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
 @torch.no_grad()
 def run_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
     """What follows the blocks (final norm, head, soft caps), by the model's own forward: final hidden state -> logits."""
+    run: Any = model
+
+    def logits() -> Tensor | None:
+        found: Tensor = run(input_ids=input_ids, use_cache=False).logits
+        return found if found.shape[:-1] == input_ids.shape else None
+
+    return _after_blocks(blocks, hidden, logits)
+
+
+@torch.no_grad()
+def run_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
+    """What follows the blocks but the head, by the model's own forward: the last block's output -> final hidden state."""
+    trunk: Any = model.base_model
+
+    def final() -> Tensor | None:
+        found: Tensor = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+        return found if found.shape[:-1] == input_ids.shape else None
+
+    return _after_blocks(blocks, hidden, final)
+
+
+def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | None]) -> Tensor:
+    """``run`` with blocks that return ``hidden``, in each way that blocks may return it; None from ``run``: not this way."""
     # With a single block no other one can complain: a tuple that the model wanted shows as a missing dimension.
     wrong = (_NotUnderstood,) if len(blocks) > 1 else (_NotUnderstood, IndexError)
     for returns in RETURNS:
@@ -147,23 +170,10 @@ def run_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor
             _forwards(list(blocks.modules), [first, *[later] * (len(blocks) - 1)]),
             contextlib.suppress(*wrong),
         ):
-            logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
-            if logits.shape[:-1] == input_ids.shape:
-                return logits
+            found = run()
+            if found is not None:
+                return found
     raise UnsupportedModel(f"{blocks.prefix}: blocks that return neither a hidden state nor a tuple are not supported.")
-
-
-@torch.no_grad()
-def run_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
-    """What follows the blocks but the head, by the model's own forward: the last block's output -> final hidden state."""
-
-    def stand_in(*args: Any, **kwargs: Any) -> Tensor:
-        return hidden
-
-    trunk: Any = model.base_model
-    with _forwards(list(blocks.modules), [stand_in] * len(blocks)):
-        final: Tensor = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
-    return final
 
 
 def same_call(a: Call, b: Call) -> bool:

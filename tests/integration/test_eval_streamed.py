@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import tiny_model
 
 import quantkit
 from quantkit.checkpoint.source import open_source
@@ -14,6 +15,7 @@ from quantkit.errors import NumericsError, RequestError
 from quantkit.evaluate import streamed
 from quantkit.evaluate.report import evaluate, prepare
 from quantkit.evaluate.sizes import count_parameters
+from quantkit.evaluate.windows import Windows
 from quantkit.model.skeleton import build_skeleton, find_blocks
 
 SAME = ("perplexity", "stderr", "kl_mean", "kl_p99", "kl_max", "top1_agreement", "baseline_perplexity", "delta_ln_ppl")
@@ -74,6 +76,21 @@ def test_blocks_with_arguments_of_their_own_get_them(deep: Path, text: Path) -> 
             for stream in (False, True)
         )
         assert passed.perplexity == whole.perplexity
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "falcon", "falcon-new", "falcon-alibi", "gpt_neox", "opt", "gpt_oss"]
+)
+def test_each_kind_of_block_streams_to_the_whole_models_bits(name: str, tmp_path: Path) -> None:
+    tiny_model(name).save_pretrained(tmp_path)
+    ids = torch.randint(3, 100, (3, 17), generator=torch.Generator().manual_seed(1))
+    windows = Windows(ids, 0, "gptq", bos=False, stride=17)
+    passed = streamed.stream(tmp_path, windows, device="cpu")
+    whole = quantkit.load(tmp_path, device="cpu", dtype="float32")
+    for window in ids:
+        hidden = passed.hidden(window[None])
+        assert torch.equal(hidden, whole.hidden(window[None]))
+        assert torch.equal(passed.head(hidden), whole(window[None]))
 
 
 def test_one_block_beside_embedding_and_head_is_all_that_is_loaded(

@@ -13,7 +13,7 @@ from torch import nn
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.errors import NumericsError, SourceError, UnsupportedModel
 from quantkit.model.skeleton import Weights, block_linears, build_skeleton, find_blocks
-from quantkit.model.stepper import Call, input_groups, record, run_block, run_tail, same_call
+from quantkit.model.stepper import Call, input_groups, record, run_block, run_norm, run_tail, same_call
 
 
 class InMemory:
@@ -63,6 +63,10 @@ def test_stepping_blocks_equals_native_forward(kind: str) -> None:
     for block, call in zip(blocks.modules, recording.calls, strict=True):
         hidden = run_block(block, hidden, call)
     assert torch.equal(run_tail(model, blocks, ids, hidden), expected)
+    final = run_norm(model, blocks, ids, hidden)
+    with torch.no_grad():
+        trunk: Any = model.base_model
+        assert torch.equal(final, trunk(input_ids=ids, use_cache=False).last_hidden_state)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -150,6 +154,9 @@ def test_a_tail_follows_a_single_block_that_returns_a_tuple() -> None:
     hidden = run_block(blocks.modules[0], recording.hidden, recording.calls[0])
     with torch.no_grad():
         assert torch.equal(run_tail(model, blocks, ids, hidden), model(input_ids=ids, use_cache=False).logits)
+        trunk: Any = model.base_model
+        final = trunk(input_ids=ids, use_cache=False).last_hidden_state
+        assert torch.equal(run_norm(model, blocks, ids, hidden), final)
 
 
 def test_layers_of_different_kinds_get_different_masks() -> None:
