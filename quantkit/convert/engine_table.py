@@ -9,10 +9,13 @@ from __future__ import annotations
 from quantkit.convert.engines import (
     Checkpoint,
     Engine,
+    Mixtures,
     Rule,
     first,
     fused_rows,
     heads,
+    not_shown,
+    quantizes_experts,
     whole_groups,
 )
 from quantkit.convert.rules import split_siblings
@@ -146,6 +149,35 @@ def bfloat16_scales(c: Checkpoint) -> str | None:
     return "casts scales to bfloat16, the model's dtype, which loses 3 bits of each; run it with --dtype float16 or convert with --scale-dtype bfloat16"
 
 
+# Families whose experts transformers was seen to gather from per-expert tensors: symmetric, logits within 6e-4 of quantkit's.
+TRANSFORMERS_EXPERTS = ("mixtral", "qwen3_moe")
+
+
+def transformers_experts(c: Checkpoint) -> tuple[str, str] | None:
+    """Its conversion of expert tensors collects packed codes and scales, no zero points, for families with such names."""
+    if c.format != CT or not quantizes_experts(c):
+        return not_shown(c)
+    where = "transformers/integrations/compressed_tensors.py"
+    if any(not weight.scheme.symmetric for weight in c.weights):
+        return "experts with zero points raise 'Asymmetric quant requires zero-point values'.", f"{where}:128"
+    if c.family == "gpt_oss":
+        return "the experts' tensors are not recognised: they stay random, with a warning only.", f"{where}:63"
+    if len(c.schemes()) > 1:
+        return "not shown to load mixtures of experts with several schemes.", ""
+    return None if c.family in TRANSFORMERS_EXPERTS else not_shown(c)
+
+
+def marlin_experts(reader: str) -> Mixtures:
+    """vLLM and SGLang fuse the experts: their methods assert symmetric weights; the symmetric ones were not run."""
+
+    def test(c: Checkpoint) -> tuple[str, str] | None:
+        if c.format == CT and quantizes_experts(c) and any(not weight.scheme.symmetric for weight in c.weights):
+            return "asserts 'Only symmetric quantization is supported for MoE'.", reader
+        return not_shown(c)
+
+    return test
+
+
 def at(reader: str, rule: Rule, *formats: str) -> Rule:
     """A general rule, with the line of this engine that enforces it."""
     return Rule(formats, reader, rule.test)
@@ -182,6 +214,7 @@ VLLM = Engine(
         (f"{V}compressed_tensors/schemes/compressed_tensors_wNa16.py:199", packed_zeros),
     ),
     (bfloat16_scales,),
+    marlin_experts(f"{V}compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_wna16.py, __init__"),
 )
 
 SGLANG = Engine(
@@ -207,6 +240,7 @@ SGLANG = Engine(
         (f"{S}marlin_utils.py:168, 178", marlin_tiles),
     ),
     (bfloat16_scales,),
+    marlin_experts(f"{S}compressed_tensors/schemes/compressed_tensors_wNa16_moe.py, __init__"),
 )
 
 LMDEPLOY = Engine(
@@ -242,6 +276,7 @@ TRANSFORMERS = Engine(
     ),
     (),
     (lambda c: {GPTQ: "needs gptqmodel and optimum", AWQ: "needs gptqmodel"}.get(c.format),),
+    transformers_experts,
 )
 
 GPTQMODEL = Engine(
@@ -272,6 +307,8 @@ LLAMA_CPP = Engine(
     (lambda c: "dequantizes: the GGUF file is 16 bit until llama-quantize rounds it again",),
 )
 
-QUANTKIT = Engine("quantkit", "this version", (CT, NATIVE, GPTQ, AWQ), "quantkit/formats/__init__.py", ())
+QUANTKIT = Engine(
+    "quantkit", "this version", (CT, NATIVE, GPTQ, AWQ), "quantkit/formats/__init__.py", (), mixtures=lambda c: None
+)
 
 ENGINES = (QUANTKIT, VLLM, SGLANG, LMDEPLOY, TRANSFORMERS, GPTQMODEL, LLAMA_CPP)

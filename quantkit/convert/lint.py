@@ -58,4 +58,7 @@ def _checkpoint(form: str, weights: list[Target], config: Any, stored: Any) -> C
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads)
     dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "")
-    return Checkpoint(form, weights, heads, kv_heads, bfloat16=dtype.endswith("bfloat16"))
+    mixture = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return Checkpoint(
+        form, weights, heads, kv_heads, dtype.endswith("bfloat16"), str(getattr(config, "model_type", "")), mixture
+    )

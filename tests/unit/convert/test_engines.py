@@ -82,6 +82,48 @@ def test_which_engines_load_it(given: Checkpoint, wanted: set[str]) -> None:
     assert found == wanted, {name: verdict.line() for name, verdict in verdicts(given).items()}
 
 
+def mixture(scheme: Scheme, family: str, form: str = "compressed-tensors", **changes: Scheme) -> Checkpoint:
+    """The dense block with an expert's linears in place of its mlp. changes: by last name."""
+    given = checkpoint(scheme, form, **changes)
+    weights = [dataclasses.replace(w, name=w.name.replace(".mlp.", ".mlp.experts.3.")) for w in given.weights]
+    return dataclasses.replace(given, weights=weights, family=family, mixture=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (mixture(W4, "qwen3_moe"), {"quantkit", "transformers"}),
+        (mixture(W4, "mixtral"), {"quantkit", "transformers"}),
+        (mixture(W4A, "mixtral"), {"quantkit"}),
+        (mixture(W4, "gpt_oss"), {"quantkit"}),
+        (mixture(W4, "another_moe"), {"quantkit"}),
+        (mixture(W4, "qwen3_moe", down_proj=Scheme(8, 128, True)), {"quantkit"}),
+        (mixture(W4, "qwen3_moe", "gptq"), {"quantkit"}),
+        (mixture(W4A, "mixtral", "awq"), {"quantkit"}),
+        (mixture(W4, "mixtral", "native"), {"quantkit"}),
+        # experts that stay at 16 bit
+        (dataclasses.replace(checkpoint(W4), family="mixtral", mixture=True), {"quantkit"}),
+    ],
+)
+def test_mixtures_of_experts_load_only_where_that_was_shown(given: Checkpoint, wanted: set[str]) -> None:
+    assert loads(given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "said"),
+    [
+        ("vLLM", mixture(W4A, "qwen3_moe"), "Only symmetric quantization is supported for MoE"),
+        ("SGLang", mixture(W4A, "qwen3_moe"), "Only symmetric quantization is supported for MoE"),
+        ("vLLM", mixture(W4, "gpt_oss"), "No. Not shown to load mixtures of experts in this format"),
+        ("transformers", mixture(W4A, "mixtral"), "Asymmetric quant requires zero-point values"),
+        ("transformers", mixture(W4, "gpt_oss"), "they stay random"),
+        ("lmdeploy", mixture(W4, "qwen3_moe"), "Not shown"),
+    ],
+)
+def test_why_a_mixture_does_not_load(engine: str, given: Checkpoint, said: str) -> None:
+    assert said.lower() in verdicts(given)[engine].line().lower()
+
+
 @pytest.mark.parametrize(
     ("given", "vllm", "sglang"),
     [
@@ -130,3 +172,15 @@ def test_the_line_for_people_is_one_line(tmp_path: Path) -> None:
     for verdict in lint(checkpoint(Scheme(8, 128, False))):
         assert "\n" not in verdict.line()
         assert verdict.line().startswith(f"{verdict.engine} {verdict.version}: {'yes' if verdict.loads else 'no'}")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (checkpoint(W4, "native"), "vLLM 0.33.0: no. Does not read"),
+        (checkpoint(W4, embedding=W4A), "vLLM 0.33.0: no. model.embed_tokens is asymmetric"),
+        (checkpoint(W4, v_proj=Scheme(8, 128, True)), "lmdeploy 0.18.0: no. 2 schemes"),
+    ],
+)
+def test_a_reason_is_a_sentence_and_names_stay_as_they_are(given: Checkpoint, said: str) -> None:
+    assert any(verdict.line().startswith(said) for verdict in lint(given))
