@@ -90,7 +90,11 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option("--samples", type=int, default=128, show_default=True, help="Calibration windows.")
 @click.option("--seq-len", type=int, default=1024, show_default=True, help="Tokens per window.")
 @click.option(
-    "--damping", type=float, default=0.01, show_default=True, help="GPTQ: share of the Hessian's mean diagonal."
+    "--damping",
+    type=float,
+    default=0.01,
+    show_default=True,
+    help="gptq, awq: share of the Hessian's mean diagonal that is added to it.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Which windows of the text are drawn.")
 @click.option("--strict-groups", is_flag=True, help="Refuse a group size that does not divide, instead of adapting it.")
@@ -110,7 +114,13 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch` knows.
     A SOURCE that is quantized already is repacked into --format: the same codes, no text is read.
     """
-    from quantkit.convert.options import NOT_LANDED, ConvertOptions, apply_preset, refuse_not_landed
+    from quantkit.convert.options import (
+        NOT_LANDED,
+        ConvertOptions,
+        apply_preset,
+        refuse_not_landed,
+        refuse_without_effect,
+    )
     from quantkit.convert.plan import make_plan
     from quantkit.convert.repack import plan_repack
     from quantkit.convert.run import run
@@ -128,7 +138,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
             raise RequestError(f"--preset {preset} has no effect: {source} is quantized and is repacked. Leave it out.")
         _run_repack(repacking, started, dry_run=dry_run, as_json=as_json)
         return
-    _refuse_without_effect(given)
+    refuse_without_effect(_typed(given), options)
     plan = make_plan(options)
     if dry_run:
         from quantkit.convert.describe import describe, plan_json
@@ -169,16 +179,3 @@ def _run_repack(plan: Any, started: float, *, dry_run: bool, as_json: bool) -> N
     with bar() as listen:
         report = run_repack(plan, lambda p: listen(p.stage, p.done, p.total, p.note), started)
     print_json(report.to_json()) if as_json else click.echo(report.table())
-
-
-def _refuse_without_effect(given: dict[str, Any]) -> None:
-    """Options that were typed and would do nothing are refused: silence would look like obedience."""
-    typed = _typed(given)
-    useless = ["damping"] if given["method"] == "rtn" else []
-    if useless and given["kv_bits"] == 16:
-        useless += ["calibration", "samples", "seq_len", "seed"]
-    for name in useless:
-        if name in typed:
-            raise RequestError(
-                f"--{name.replace('_', '-')} has no effect: --method {given['method']} reads no text. Leave it out."
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,28 @@ def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]
             f"--preset {preset} with --method {method}: the preset is --method {chosen['method']}. Leave one of them out."
         )
     return {name: value for name, value in chosen.items() if name not in given}
+
+
+def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None:
+    """Options that were given and would do nothing are refused: silence would look like obedience.
+
+    given: the names that were written out, whatever their values. Raises RequestError that names all of them.
+    """
+    useless: dict[str, str] = {}
+    if options.method == "awq" and options.scales == "minmax":
+        useless["damping"] = "--method awq --scales minmax takes no ranges from statistics"
+    if options.method not in algorithms.CALIBRATED:
+        useless["damping"] = f"--method {options.method} uses no statistics"
+    if not options.needs_data:
+        useless |= dict.fromkeys(
+            ("calibration", "samples", "seq_len", "seed"), f"--method {options.method} reads no text"
+        )
+    found = [name for name in useless if name in set(given)]
+    if found:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+        reasons = "; ".join(dict.fromkeys(useless[name] for name in found))
+        verb, them = ("has", "it") if len(found) == 1 else ("have", "them")
+        raise RequestError(f"{flags} {verb} no effect: {reasons}. Leave {them} out.")
 
 
 def refuse_not_landed(options: Mapping[str, Any]) -> None:

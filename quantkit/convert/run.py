@@ -23,7 +23,7 @@ from quantkit.convert.fold import fold_block
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import casts_scales, lint_plan
 from quantkit.convert.memory import BATCH_TOKENS
-from quantkit.convert.options import ConvertOptions, apply_preset
+from quantkit.convert.options import ConvertOptions, apply_preset, refuse_without_effect
 from quantkit.convert.outside import quantize_outside
 from quantkit.convert.plan import Plan, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport
@@ -75,6 +75,7 @@ def convert(
     unknown = sorted(set(options) - known)
     if unknown:
         raise TypeError(f"convert() got an unexpected option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    given = dict(options)
     options.update(apply_preset(preset, options))
     started = time.perf_counter()
     listen = on_progress or (lambda progress: None)
@@ -82,6 +83,7 @@ def convert(
     repacking = plan_repack(source, Path(out), options)
     if repacking is not None:
         return run_repack(repacking, listen, started)
+    refuse_without_effect(given, asked)
     plan = make_plan(asked)
     return run(plan, listen, started)
 

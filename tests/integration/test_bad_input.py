@@ -334,3 +334,11 @@ def test_a_head_that_differs_from_its_tied_embedding_is_used(tiny_model: Path) -
     ours = quantkit.load(tiny_model, dtype="float32")(ids)
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)(ids).logits
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_python_refuses_what_the_command_line_refuses(tiny_original: Path, tmp_path: Path) -> None:
+    import quantkit
+    from quantkit.errors import RequestError
+
+    with pytest.raises(RequestError, match="--calibration, --samples have no effect"):
+        quantkit.convert(tiny_original, tmp_path / "out", method="rtn", samples=4, calibration="self")

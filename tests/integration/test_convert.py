@@ -24,7 +24,10 @@ SMALL = dict(samples=4, seq_len=32, group_size=32)
 
 
 def convert(source: Path, out: Path, text: Path, **options: Any) -> Any:
-    return quantkit.convert(source, out=out, calibration=str(text), **{**SMALL, **options})
+    small: dict[str, Any] = {**SMALL, "calibration": str(text)}
+    if options.get("method") == "rtn" and options.get("kv_bits", 16) == 16:  # reads no text
+        small = {"group_size": SMALL["group_size"]}
+    return quantkit.convert(source, out=out, **{**small, **options})
 
 
 def relative_logit_error(original: Path, quantized: Path) -> float:
