@@ -44,6 +44,7 @@ class BlockResult:
     layers: list[LayerReport] = field(default_factory=list)
     kv: dict[str, LayerScales] = field(default_factory=dict)  # by attention module
     notes: list[str] = field(default_factory=list)  # end in the report, the JSON and the manifest
+    folds: dict[str, dict[str, bool]] = field(default_factory=dict)  # block -> kind of producer -> can be scaled
 
 
 def quantize_block(

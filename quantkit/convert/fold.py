@@ -6,17 +6,18 @@ that the rounded weight stands for is what its consumers are multiplied by, so t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms.awq import Consumer, Factors, search_factors
+from quantkit.calibrate.stats import LARGEST_NORM
 from quantkit.convert.block import BlockResult, InputGroup
 from quantkit.convert.plan import Plan
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.scheme import Scheme
-from quantkit.model.folds import Fold, apply_fold, find_folds, shared_modules
+from quantkit.model.folds import Fold, apply_fold, find_folds, shared_modules, short_names
 from quantkit.model.stepper import Call
 
 
@@ -36,7 +37,13 @@ def fold_block(
     (``Plan.rewritten``). Returns the folds that were scaled, with their factors (float32 [channels]).
     """
     done = []
-    for fold in find_folds(block, hidden, call, shared_modules(plan.model, prefix)).accepted:
+    search = find_folds(block, hidden, call, shared_modules(plan.model, prefix))
+    kinds = dict.fromkeys(short_names(refusal.producer for refusal in search.refused), False)
+    result.folds[prefix] = {**kinds, **dict.fromkeys(short_names(fold.producer for fold in search.accepted), True)}
+    if not search.accepted:
+        reasons = "; ".join(f"{refusal.producer}: {refusal.reason}" for refusal in search.refused)
+        result.notes.append(f"{prefix}: no channels can be scaled ({reasons or 'nothing in it scales channels'})")
+    for fold in search.accepted:
         consumers = _consumers(plan, prefix, block, fold, groups)
         if not consumers:
             continue
@@ -52,6 +59,41 @@ def fold_block(
             parameter = block.get_parameter(name.removeprefix(f"{prefix}."))
             result.parts[plan.weights.names[name]] = parameter.to(stored_dtype(plan, name))
     return done
+
+
+def missing_folds(found: Mapping[str, Mapping[str, bool]]) -> list[str]:
+    """Notes about blocks where something could not be scaled that can be in blocks of the same producers.
+
+    found: ``BlockResult.folds`` by block. Blocks without any fold have a note already.
+    """
+    usual: dict[frozenset[str], set[str]] = {}
+    for folds in found.values():
+        usual.setdefault(frozenset(folds), set()).update(kind for kind, scaled in folds.items() if scaled)
+    notes = []
+    for name, folds in found.items():
+        missing = sorted(kind for kind in usual[frozenset(folds)] if not folds[kind])
+        if missing and any(folds.values()):
+            notes.append(f"{name}: the channels of {', '.join(missing)} are not scaled, unlike in other blocks")
+    return notes
+
+
+def probe(states: Sequence[Tensor], tokens: int) -> Tensor:
+    """A few usable tokens [1, tokens, hidden]: the beginning of the first window where they all are, else the first that are.
+
+    Folds are found by comparing outputs: one NaN would refuse them all. With too few usable tokens the first are
+    returned as they are; the statistics refuse such states with the reason (``Hessian.result``).
+    """
+    for state in states:
+        usable = torch.linalg.vector_norm(state[:, :tokens].float(), dim=-1) < LARGEST_NORM
+        for window in usable.all(1).nonzero().flatten().tolist():
+            return state[window : window + 1, :tokens].clone()
+    rows: list[Tensor] = []
+    for state in states:
+        flat = state.flatten(0, 1)
+        rows += flat[torch.linalg.vector_norm(flat.float(), dim=-1) < LARGEST_NORM][: tokens - len(rows)]
+        if len(rows) == tokens:
+            return torch.stack(rows)[None]
+    return states[0][:1, :tokens].clone()
 
 
 def stored_dtype(plan: Plan, parameter: str) -> torch.dtype:

@@ -193,7 +193,7 @@ def _facts(result: BlockResult) -> dict[str, Any]:
         for name, scales in result.kv.items()
     }
     layers = [asdict(layer) for layer in result.layers]
-    return {"decisions": result.decisions, "layers": layers, "kv": kv, "notes": result.notes}
+    return {"decisions": result.decisions, "layers": layers, "kv": kv, "notes": result.notes, "folds": result.folds}
 
 
 def _result(facts: dict[str, Any]) -> BlockResult:
@@ -202,7 +202,7 @@ def _result(facts: dict[str, Any]) -> BlockResult:
         for name, one in facts["kv"].items()
     }
     layers = [LayerReport(**layer) for layer in facts["layers"]]
-    return BlockResult({}, facts["decisions"], layers, kv, facts["notes"])
+    return BlockResult({}, facts["decisions"], layers, kv, facts["notes"], facts["folds"])
 
 
 def _lock(folder: Path) -> int:

@@ -19,7 +19,7 @@ from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
 from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
-from quantkit.convert.fold import fold_block
+from quantkit.convert.fold import fold_block, missing_folds, probe
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import casts_scales, lint_plan
 from quantkit.convert.memory import BATCH_TOKENS
@@ -133,6 +133,7 @@ class _Conversion:
         self.report.source_bytes = sum(plan.source.info(name).nbytes for name in plan.source.names())
         self.decisions: dict[str, str] = {}
         self.kv: dict[str, LayerScales] = {}
+        self.folds: dict[str, dict[str, bool]] = {}
 
     @torch.no_grad()
     def run(self) -> ConvertReport:
@@ -147,10 +148,11 @@ class _Conversion:
             plan.weights.load(name)
             result = BlockResult()
             if states:
-                names = input_groups(block, states[0][:1, :SHORT].clone(), short_calls[index])
+                few = probe(states, SHORT)
+                names = input_groups(block, few, short_calls[index])
                 groups = self._observe(index, block, names, states, calls[index], result)
                 if plan.options.method in FOLDING:
-                    fold_block(plan, name, block, groups, states[0][:1, :SHORT].clone(), short_calls[index], result)
+                    fold_block(plan, name, block, groups, few, short_calls[index], result)
                     self._observe_kv(index, block, states, calls[index], result)
             else:
                 groups = [InputGroup((linear,)) for linear in block_linears(block)]
@@ -189,6 +191,7 @@ class _Conversion:
         """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
         plan, total = self.plan, len(self.plan.blocks)
         self.work.states.clear()
+        self.report.notes += missing_folds(self.folds)
         self.listen(Progress("copy", total, total, self._last_error()))
         self._quantize_outside()
         self._copy_plain()
@@ -218,6 +221,7 @@ class _Conversion:
         """Keep what report and verification need of a block."""
         self.decisions.update(result.decisions)
         self.kv.update(result.kv)
+        self.folds.update(result.folds)
         self.report.layers += result.layers
         self.report.notes += result.notes
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from quantkit.checkpoint.source import FolderSource
+from quantkit.convert import run
 from quantkit.convert.block import BlockResult, InputGroup
-from quantkit.convert.fold import fold_block
+from quantkit.convert.fold import fold_block, missing_folds, probe
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import Plan, make_plan
 from quantkit.convert.run import convert
@@ -160,6 +161,58 @@ def test_statistics_that_are_not_finite_leave_one_fold_alone_and_are_noted(
     assert result.notes == [
         f"{plan.blocks.name(0)}.mlp.up_proj: the loss of this fold is not finite; its channels are not scaled"
     ]
+
+
+def test_a_spoiled_token_costs_no_fold(
+    tiny_model: Path, tmp_path: Path, calibration_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = run._Conversion._embed
+
+    def spoiled(self: Any, stored: Any) -> Any:
+        states, *calls = embed(self, stored)
+        states[0][0, 5, 3] = float("nan")  # among the tokens that folds would be found with
+        return states, *calls
+
+    monkeypatch.setattr(run._Conversion, "_embed", spoiled)
+    common: dict[str, Any] = dict(TEXT, samples=16, method="awq", format="native", calibration=str(calibration_text))
+    plant_outliers(tiny_model)
+    report = convert(tiny_model, tmp_path / "out", **common)
+    before, after = FolderSource(tiny_model), FolderSource(tmp_path / "out")
+    for i in range(3):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            name = f"model.layers.{i}.{norm}.weight"
+            assert not torch.equal(before.read(name), after.read(name)), name
+    assert "1 of 512 calibration tokens" in report.table()
+    assert not [note for note in report.notes if "scaled" in note]
+
+
+def test_a_probe_has_usable_tokens_only() -> None:
+    states = [torch.randn(2, 6, 4), torch.randn(2, 6, 4)]
+    assert torch.equal(probe(states, 3), states[0][:1, :3])
+    states[0][:, 1, 2] = float("nan")
+    assert torch.equal(probe(states, 3), states[1][:1, :3])  # the first window that begins with usable tokens
+    states[1][:, 0, 0] = 1e30
+    assert torch.equal(probe(states, 3)[0], states[0][0, [0, 2, 3]])
+    for state in states:
+        state[:] = float("inf")
+    assert probe(states, 3).shape == (1, 3, 4)
+
+
+def test_blocks_with_fewer_folds_than_their_like_are_noted() -> None:
+    usual = {"norm": True, "v_proj": True, "k_proj": False}
+    found = {"b0": usual, "b1": {**usual, "v_proj": False}, "b2": {"norm": False, "other": False}, "b3": usual}
+    assert missing_folds(found) == ["b1: the channels of v_proj are not scaled, unlike in other blocks"]
+
+
+def test_a_block_without_folds_is_noted_with_the_reasons(
+    tiny_model: Path, tmp_path: Path, calibration_text: Path
+) -> None:
+    plan, block, groups, hidden, call = first_block(tiny_model, tmp_path / "out", calibration_text)
+    result = BlockResult()
+    hidden[0, 3] = float("nan")
+    assert fold_block(plan, plan.blocks.name(0), block, groups, hidden, call, result) == []
+    assert [note.partition("(")[0] for note in result.notes] == ["model.layers.0: no channels can be scaled "]
+    assert "input_layernorm" in result.notes[0]
 
 
 def test_the_command_line_offers_awq(
