@@ -113,7 +113,7 @@ def _consumers(plan: Plan, prefix: str, block: nn.Module, fold: Fold, groups: Se
         for scheme, names in by_scheme.items():
             assert group.hessian is not None
             weight = torch.cat([block.get_parameter(f"{name}.weight") for name in names])
-            share = group.tokens / max(tokens, 1)
+            share = max(group.tokens, 1) / max(tokens, 1)  # an expert that no token reached has its layer's statistics
             found.append(Consumer(weight, group.hessian, fold.consumers[names[0]], scheme, share))
     return found
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import tiny_model as tiny_architecture
 
+from quantkit.calibrate.stats import Hessian
 from quantkit.checkpoint.source import FolderSource
 from quantkit.convert import run
 from quantkit.convert.block import BlockResult, InputGroup
@@ -213,6 +216,31 @@ def test_a_block_without_folds_is_noted_with_the_reasons(
     assert fold_block(plan, plan.blocks.name(0), block, groups, hidden, call, result) == []
     assert [note.partition("(")[0] for note in result.notes] == ["model.layers.0: no channels can be scaled "]
     assert "input_layernorm" in result.notes[0]
+
+
+def test_an_expert_that_no_token_reaches_is_scaled_like_the_others(
+    tiny_original: Path, tmp_path: Path, calibration_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, idle = tmp_path / "source", "mlp.experts.2."
+    vocab = json.loads((tiny_original / "config.json").read_text())["vocab_size"]
+    small: dict[str, Any] = dict(num_hidden_layers=1, moe_intermediate_size=32, mlp_only_layers=[])
+    model = tiny_architecture("qwen3_moe", vocab_size=vocab, max_position_embeddings=128, **small)
+    model.half().save_pretrained(source)
+    for file in tiny_original.glob("*token*"):
+        shutil.copy(file, source / file.name)
+    observe, fold, done = run.observe, run.fold_block, []
+
+    def unreached(block: Any, states: Any, call: Any, groups: Any, kv: Any = None) -> Any:
+        found = zip(groups, observe(block, states, call, groups, kv), strict=True)
+        return [Hessian(h.sum.shape[0]) if names[0].startswith(idle) else h for names, h in found]
+
+    monkeypatch.setattr(run, "observe", unreached)
+    monkeypatch.setattr(run, "fold_block", lambda *args: done.extend(fold(*args)))
+    report = convert(source, tmp_path / "out", method="awq", format="native", calibration=str(calibration_text), **TEXT)
+    assert [layer.tokens for layer in report.layers if idle in layer.name] == [0, 0, 0]
+    factors = next(values for one, values in done if one.producer == f"{idle}up_proj")
+    assert bool((factors != 1).any())
+    assert not [note for note in report.notes if "finite" in note]
 
 
 def test_the_command_line_offers_awq(
