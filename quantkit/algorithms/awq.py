@@ -5,9 +5,7 @@ For a fold (``quantkit.model.folds``) with factors s, what a consumer computes w
 forward: ``tr(D H Dᵀ)`` with ``D = Q(W s) / s - W`` and H the mean of x xᵀ, summed over all consumers.
 
 Clipping differs from the paper's, too: the range of each group is chosen in turn for the smallest error of the whole row,
-given the errors of the row's other groups, so that errors of correlated inputs cancel. On
-15 folds of four blocks of SmolLM2-135M (W4 g64) the cross terms took 15 to 33 % off the squared error that the group's own part of H leaves,
-measured on the same 4096 tokens that the ranges were chosen on: what new text keeps of it is for the KL to say.
+given the errors of the row's other groups, so that errors of correlated inputs cancel.
 """
 
 from __future__ import annotations
