@@ -67,6 +67,11 @@ def is_named(name: str) -> bool:
     return name in catalogue()
 
 
+def models() -> list[str]:
+    """The names that are models, not texts."""
+    return [name for name, entry in catalogue().items() if any(file.endswith(".gguf") for file in entry.files)]
+
+
 def cache_dir() -> Path:
     """``$QUANTKIT_CACHE``, else ``quantkit`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Not created here."""
     own, shared = os.environ.get("QUANTKIT_CACHE"), os.environ.get("XDG_CACHE_HOME")

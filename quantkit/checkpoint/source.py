@@ -166,7 +166,7 @@ def open_source(ref: str | Path) -> Source:
 
     Raises RequestError for a reference that names nothing, QuantkitError for a hub that does not answer, SourceError for a folder or file that cannot be a model.
     """
-    from quantkit.checkpoint.fetch import fetch, is_named
+    from quantkit.checkpoint.fetch import fetch, is_named, models
     from quantkit.checkpoint.hub import download, is_hub_id
 
     path = Path(ref).expanduser()
@@ -179,7 +179,7 @@ def open_source(ref: str | Path) -> Source:
     if not path.exists():
         raise RequestError(
             f"{ref}: no such folder or file, and no model of that name is known. Give a Hugging Face folder, a .gguf file, "
-            "a hub id (org/name, one slash), or a name that `quantkit fetch` lists."
+            f"a hub id (org/name, one slash), or a name that `quantkit fetch` lists: {', '.join(models())}."
         )
     if path.is_file():
         if path.suffix == ".gguf":

@@ -47,9 +47,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option(
     "--group-size", type=GroupSize(), default="128", show_default=True, help="Inputs per scale, or 'channel'."
 )
-@click.option(
-    "--sym/--asym", "symmetric", default=False, show_default="asym", help="Fixed zero point, or one per group."
-)
+@click.option("--sym/--asym", "symmetric", default=False, help="Fixed zero point, or one per group. [default: asym]")
 @click.option(
     "--rule",
     "rules",

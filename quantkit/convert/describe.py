@@ -59,4 +59,4 @@ def _schemes(plan: Plan) -> dict[tuple[str, str], list[str]]:
 
 
 def _size(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.{0 if size >= 1e7 else 1}f} MB"

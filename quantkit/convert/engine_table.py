@@ -146,7 +146,7 @@ def divisible(c: Checkpoint, ranks: int) -> str | None:
 def bfloat16_scales(c: Checkpoint) -> str | None:
     if not c.bfloat16 or all(weight.scheme.scale_dtype == "bfloat16" for weight in c.weights):
         return None
-    return "casts scales to bfloat16, the model's dtype, which loses 3 bits of each; run it with --dtype float16 or convert with --scale-dtype bfloat16"
+    return "casts scales to bf16"
 
 
 # Families whose experts transformers was seen to gather from per-expert tensors: symmetric, logits within 6e-4 of quantkit's.

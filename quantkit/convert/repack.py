@@ -90,8 +90,8 @@ class RepackPlan:
             + (f"; KV cache {self.kv_bits} bits" if self.kv_bits < 16 else ""),
             *(f"  linears   {count:4d} x {scheme}" for scheme, count in self.schemes().items()),
             f"  keeps     {len(self.reader.plain_names())} tensors unchanged",
-            f"  needs     host {self.host / 1e6:.0f} MB, disk {2 * self.output / 1e6:.0f} MB while running; "
-            f"output {self.output / 1e6:.0f} MB",
+            f"  needs     host {self.host / 1e6:.0f} MB, disk {2 * self.output / 1e6:.1f} MB while running; "
+            f"output {self.output / 1e6:.1f} MB",
             *(f"  note      {warning}" for warning in self.warnings),
             *(f"  PROBLEM   {problem}" for problem in self.problems),
         ]

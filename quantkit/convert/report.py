@@ -119,7 +119,7 @@ class ConvertReport:
             f"{self.out}: {did}, {self.scheme}, {self.format}"
             + (f", KV cache {self.kv_bits} bits" if self.kv_bits < 16 else ""),
             f"  size      {_mb(self.source_bytes)} -> {_mb(self.output_bytes)} "
-            f"({self.source_bytes / max(self.output_bytes, 1):.2f} x smaller), {self.bits_per_weight:.3f} bits per quantized weight",
+            f"({_change(self.source_bytes, self.output_bytes)}), {self.bits_per_weight:.3f} bits per quantized weight",
             f"  time      {self.seconds:.0f} s, peak memory {_mb(self.peak_host_bytes)} (predicted {_mb(self.predicted_host_bytes)})",
             f"  checked   {self.verified_tensors} tensors read back and equal to what was decided",
         ]
@@ -152,6 +152,13 @@ class ConvertReport:
             line.format(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more")
             for line, names in by_reason.items()
         ]
+
+
+def _change(before: int, after: int) -> str:
+    """In which direction a size went, and how far."""
+    if after > before:
+        return f"{after / max(before, 1):.2f} x larger"
+    return f"{before / max(after, 1):.2f} x smaller"
 
 
 def _mb(size: int) -> str:

@@ -156,8 +156,9 @@ def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
     wanted = rule.pattern.removeprefix("re:")
     near = difflib.get_close_matches(wanted, names, 3, 0.5)
     near += [last[key] for key in difflib.get_close_matches(wanted.rpartition(".")[2], list(last), 3, 0.5)]
-    shown = list(dict.fromkeys(near))[:3] or list(reversed(last.values()))[:3]
-    return f"--rule {rule.text!r}: matches no module of this model. Nearest: {', '.join(shown)}."
+    shown = list(dict.fromkeys(near))[:3]
+    known = f"Nearest: {', '.join(shown)}" if shown else f"Its modules' last names: {', '.join(reversed(last))}"
+    return f"--rule {rule.text!r}: matches no module of this model. {known}."
 
 
 def split_siblings(schemes: Mapping[str, Scheme | None]) -> list[str]:

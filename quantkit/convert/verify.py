@@ -41,7 +41,7 @@ class CastLoss:
         relative = (self.squared / max(self.energy, 1e-300)) ** 0.5
         return (
             f"an engine that casts the scales to bfloat16, the source's dtype, changes the quantized weights by {relative:.2%} "
-            "(--scale-dtype bfloat16 chooses codes for such scales)"
+            "(run it with --dtype float16, or convert with --scale-dtype bfloat16, which chooses codes for such scales)"
         )
 
 

@@ -104,7 +104,7 @@ class Evaluation:
                 (
                     "KL divergence",
                     f"{self.kl_mean:.4f}{_pm(self.kl_stderr, '.4f')} nats   "
-                    f"median {self.kl_median:.4f}, p99 {self.kl_p99:.3f}, max {self.kl_max:.2f}",
+                    f"median {self.kl_median:.3g}, p99 {self.kl_p99:.3g}, max {self.kl_max:.3g}",
                 ),
                 (
                     "same top token",

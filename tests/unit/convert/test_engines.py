@@ -157,7 +157,7 @@ def test_the_reason_names_the_weight_and_what_stops_the_next_size() -> None:
 def test_bfloat16_scales_are_named_where_engines_cast_them() -> None:
     plain, cast = checkpoint(W4), dataclasses.replace(checkpoint(W4), bfloat16=True)
     assert verdicts(plain)["vLLM"].notes == ()
-    assert "casts scales to bfloat16" in verdicts(cast)["vLLM"].notes[0]
+    assert "casts scales to bf16" in verdicts(cast)["vLLM"].notes[0]
     chosen = dataclasses.replace(checkpoint(Scheme(4, 128, True, "bfloat16")), bfloat16=True)
     assert verdicts(chosen)["vLLM"].notes == ()
 
