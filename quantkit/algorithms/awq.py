@@ -67,7 +67,7 @@ def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realis
     few are compared again with clipped ranges, together with s = 1, so the result is not worse than rounding alone. A candidate whose
     loss is not finite is passed over; if s = 1 itself has none, all factors are 1 and the reason is told.
     """
-    some = [_thin(consumer) for consumer in consumers]
+    some = _thin(consumers)
     size, spread = _statistics(some, channels)
     one = torch.ones(channels)
     plain = _loss(some, one, clip=True)
@@ -177,12 +177,27 @@ def _rounded(
     return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme), None, fallback)
 
 
-def _thin(consumer: Consumer) -> Consumer:
-    """A consumer with rows left out evenly, its share raised to make up for them; H in float32."""
-    every = -(-consumer.weight.shape[0] // SEARCH_ROWS)
-    weight = consumer.weight[::every].float()
-    share = consumer.share * consumer.weight.shape[0] / weight.shape[0]
-    return Consumer(weight, consumer.hessian.float(), consumer.channels, consumer.scheme, share)
+def thin_stack(weights: Sequence[Tensor]) -> tuple[Tensor, float]:
+    """At most ``SEARCH_ROWS`` rows, spread evenly, of linears [out, in] stacked along their rows, float32; and how many rows
+    each of them stands for. Only the rows that are kept are copied."""
+    total = sum(weight.shape[0] for weight in weights)
+    every, start, parts = -(-total // SEARCH_ROWS), 0, []
+    for weight in weights:
+        parts.append(weight[-start % every :: every].float())
+        start += weight.shape[0]
+    thin = torch.cat(parts)
+    return thin, total / thin.shape[0]
+
+
+def _thin(consumers: Sequence[Consumer]) -> list[Consumer]:
+    """Consumers with rows left out evenly, their shares raised to make up for them. One H of all is made float32 once; of
+    several (experts) each is when it is used, so that they are not all held twice."""
+    one = consumers[0].hessian.float() if len({id(c.hessian) for c in consumers}) == 1 else None
+    found = []
+    for c in consumers:
+        weight, each = thin_stack([c.weight])
+        found.append(Consumer(weight, c.hessian if one is None else one, c.channels, c.scheme, c.share * each))
+    return found
 
 
 def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
@@ -190,16 +205,16 @@ def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
     total = 0.0
     for c in consumers:
         s = factors[c.channels]
-        scaled = c.weight * s
+        scaled, h = c.weight * s, c.hessian.float()
         try:
             if clip:
-                step, zeros = affine.searched_params(scaled, c.scheme, c.hessian.diagonal() / s**2, steps=12)
+                step, zeros = affine.searched_params(scaled, c.scheme, h.diagonal() / s**2, steps=12)
             else:
                 step, zeros = affine.minmax_params(scaled, c.scheme)
         except NumericsError:
             return float("inf")
         delta = affine.dequantize(affine.quantize(scaled, step, zeros, c.scheme), step, zeros, c.scheme) / s - c.weight
-        total += c.share * float(((delta @ c.hessian) * delta).sum())
+        total += c.share * float(((delta @ h) * delta).sum())
     return total
 
 
@@ -209,7 +224,7 @@ def _statistics(consumers: Sequence[Consumer], channels: int) -> tuple[Tensor, T
     for c in consumers:
         groups = affine.split_groups(c.weight.abs(), c.scheme)
         share = (groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)).flatten(1)[:, : c.weight.shape[1]].mean(0)
-        square.index_add_(0, c.channels, c.hessian.diagonal().clamp(min=0) * c.share)
+        square.index_add_(0, c.channels, c.hessian.diagonal().float().clamp(min=0) * c.share)
         spread.index_add_(0, c.channels, share * c.share)
         count.index_add_(0, c.channels, torch.full((len(c.channels),), c.share))
     return (square / count).sqrt(), (spread / count).clamp(min=1e-3)

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantkit.algorithms.awq import Consumer, Factors, search_factors
+from quantkit.algorithms.awq import Consumer, Factors, search_factors, thin_stack
 from quantkit.calibrate.stats import LARGEST_NORM
 from quantkit.convert.block import BlockResult, InputGroup
 from quantkit.convert.plan import Plan
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.scheme import Scheme
-from quantkit.model.folds import Fold, apply_fold, find_folds, shared_modules, short_names
+from quantkit.model.folds import Fold, find_folds, scaled_parameters, shared_modules, short_names
 from quantkit.model.stepper import Call
 
 
@@ -112,9 +112,9 @@ def _consumers(plan: Plan, prefix: str, block: nn.Module, fold: Fold, groups: Se
                 by_scheme.setdefault(target.scheme, []).append(name)
         for scheme, names in by_scheme.items():
             assert group.hessian is not None
-            weight = torch.cat([block.get_parameter(f"{name}.weight") for name in names])
+            weight, each = thin_stack([block.get_parameter(f"{name}.weight") for name in names])
             share = max(group.tokens, 1) / max(tokens, 1)  # an expert that no token reached has its layer's statistics
-            found.append(Consumer(weight, group.hessian, fold.consumers[names[0]], scheme, share))
+            found.append(Consumer(weight, group.hessian, fold.consumers[names[0]], scheme, share * each))
     return found
 
 
@@ -150,23 +150,14 @@ class _Stage:
         return (smallest / (target.scheme.levels - 1) / (4 * SMALLEST_SCALE)).clamp(min=1.0)
 
     def apply(self, found: Factors, groups: Sequence[InputGroup]) -> Factors:
-        """Scale parameters and Hessians. What stays in 16 bit is rounded to it; if that overflows nothing is done."""
-        local = [
-            f"{self.fold.producer}.{n}"
-            for n, _ in self.block.get_submodule(self.fold.producer).named_parameters(recurse=False)
-        ]
-        local += [f"{name}.weight" for name in self.fold.consumers]
-        saved = {name: self.block.get_parameter(name).clone() for name in local}
-        apply_fold(self.block, self.fold, found.values)
-        for name in saved:
-            parameter = self.block.get_parameter(name)
-            if f"{self.prefix}.{name}" in self.plan.rewritten:
-                parameter.copy_(parameter.to(stored_dtype(self.plan, f"{self.prefix}.{name}")))
-            if not bool(torch.isfinite(parameter).all()):
-                for each, value in saved.items():
-                    self.block.get_parameter(each).copy_(value)
+        """Scale parameters and Hessians. What stays in 16 bit is rounded to it; if that overflows nothing is done: every
+        parameter is tried first, one at a time, so that no second copy of the consumers is needed."""
+        for name, value in scaled_parameters(self.block, self.fold, found.values):
+            if not bool(torch.isfinite(self._as_stored(name, value)).all()):
                 reason = f"scaling makes {name} overflow its stored dtype; its channels are not scaled"
                 return Factors(torch.ones_like(found.values), found.plain_loss, found.plain_loss, reason)
+        for name, value in scaled_parameters(self.block, self.fold, found.values):
+            self.block.get_parameter(name).copy_(self._as_stored(name, value))
         for group in groups:
             inside = [name for name in group.names if name in self.fold.consumers]
             if group.hessian is not None and inside:
@@ -174,3 +165,7 @@ class _Stage:
                 columns = self.fold.columns(group.names[0], found.values).double()
                 group.hessian.div_(columns[:, None]).div_(columns[None, :])
         return found
+
+    def _as_stored(self, name: str, value: Tensor) -> Tensor:
+        full = f"{self.prefix}.{name}"
+        return value.to(stored_dtype(self.plan, full)) if full in self.plan.rewritten else value

@@ -53,6 +53,7 @@ class Sizes:
     kv_sample_bytes: int
     outside_bytes: int  # of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none
     packed_model: int = 0  # of the written model, loaded to run it
+    fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
 
 
@@ -62,6 +63,7 @@ def predict(sizes: Sizes) -> Prediction:
     embed:  the embedding is read (stored copy + its finite mask + float32), then the states fill
     block:  states + a block in float32 + one Hessian per input in float64 + one batch of activations
     solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
+    fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
     self:   the whole model with its cache, before anything else
     outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
     generate: the written model, loaded whole, if that is small (GENERATE_BYTES) or no more than another phase
@@ -81,6 +83,8 @@ def predict(sizes: Sizes) -> Prediction:
         reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
         phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
         phases["block"] = states + read_block + hessians + batch * sizes.inner * f32 + sizes.kv_sample_bytes
+    if sizes.fold:
+        phases["fold"] = states + read_block + hessians + sizes.fold
     factor = 5 * widest * widest * 8 if sizes.calibrated else 0
     phases["solve"] = states + read_block + hessians + factor + 9 * sizes.largest_group * f32
     if sizes.outside_bytes:

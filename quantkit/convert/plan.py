@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from quantkit.algorithms import FOLDING
+from quantkit.algorithms.awq import SEARCH_ROWS
 from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, TensorInfo, open_source
@@ -26,6 +27,8 @@ from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.experts import expert_linears, routers
 from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
 from quantkit.runtime.attention import cached_heads
+
+TRIAL_COPIES = 10  # of the rows searched: scaled, codes, dequantized, error and what the search of ranges holds
 
 
 @dataclass
@@ -212,10 +215,29 @@ def _sizes(
         packed_bytes=int(packed),
         packed_model=_packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
         calibrated=windows is not None,
+        fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
         outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
         kv_sample_bytes=_kv_sample_bytes(config) if options.kv_bits < 16 else 0,
     )
+
+
+def _fold_bytes(linears: Mapping[str, nn.Linear], experts: Mapping[str, tuple[str, int]]) -> int:
+    """The rows kept of every consumer of the largest fold (a norm's: one stack for each expert's gate and up), one H in
+    float32 and the temporaries of one trial; or one scaled weight beside its rounded copy."""
+    stacks: dict[tuple[int, tuple[str, int] | None], int] = {}  # width, expert -> rows
+    for name, linear in linears.items():
+        of = experts.get(name)
+        if (
+            of is None or not name.endswith(".down_proj") or of[1] == 0
+        ):  # each expert's down projection is a fold's only one
+            key = linear.in_features, of
+            stacks[key] = stacks.get(key, 0) + linear.out_features
+    held: dict[int, int] = {}
+    for (width, _), rows in stacks.items():
+        held[width] = held.get(width, 0) + min(rows, SEARCH_ROWS) * width
+    trial = max(count + width * width + TRIAL_COPIES * SEARCH_ROWS * width for width, count in held.items())
+    return 4 * max(trial, 3 * max(linear.weight.numel() for linear in linears.values()))
 
 
 def _whole(weights: Weights, options: ConvertOptions) -> int:

@@ -69,15 +69,22 @@ class FoldSearch:
 @torch.no_grad()
 def apply_fold(block: nn.Module, fold: Fold, factors: Tensor) -> None:
     """Divide the producer's channels by ``factors`` (float ``[channels]``, positive) and multiply the consumers' columns, in place."""
-    producer = block.get_submodule(fold.producer)
-    for name, param in producer.named_parameters(recurse=False):
+    for name, value in scaled_parameters(block, fold, factors):
+        block.get_parameter(name).copy_(value)
+
+
+@torch.no_grad()
+def scaled_parameters(block: nn.Module, fold: Fold, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What ``apply_fold`` makes of each parameter, by local name, one at a time; the block is left as it is."""
+    for name, param in block.get_submodule(fold.producer).named_parameters(recurse=False):
         s = factors.to(param.dtype).reshape(-1, *[1] * (param.dim() - 1))
         offset = fold.offset if name == "weight" else 0.0
-        param[fold.rows] = (param[fold.rows] + offset) / s - offset
+        value = param.clone()
+        value[fold.rows] = (param[fold.rows] + offset) / s - offset
+        yield f"{fold.producer}.{name}", value
     for name in fold.consumers:
-        weight = block.get_submodule(name).weight
-        assert isinstance(weight, Tensor)
-        weight.mul_(fold.columns(name, factors).to(weight.dtype))
+        weight = block.get_parameter(f"{name}.weight")
+        yield f"{name}.weight", weight * fold.columns(name, factors).to(weight.dtype)
 
 
 @torch.no_grad()
