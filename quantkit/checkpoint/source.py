@@ -92,6 +92,12 @@ class FolderSource:
                 f"{path}: the index names {len(missing)} tensors that are in no shard, first {missing[0]!r} "
                 f"(expected in {self._files[missing[0]]}). Download the model again."
             )
+        unnamed = [name for name in self._infos if name not in self._files]
+        if unnamed:  # readers that follow the index would pass them over, others would not
+            raise SourceError(
+                f"{path}: the shards hold {len(unnamed)} tensors that the index does not name, first {unnamed[0]!r}. Index and "
+                "shards do not belong together: download the model again, or take away a stale index if there is one shard."
+            )
 
     def names(self) -> list[str]:
         return list(self._files)

@@ -142,7 +142,7 @@ class GPTQ:
         if bits not in BITS:
             raise CheckpointError(f"{bits} bits: gptq is read with 2, 3, 4 or 8 bits.")
         size = int(wanted["group_size"])
-        return Scheme(bits, None if size == -1 else size, bool(wanted["sym"]), scale_dtype_name(infos["scales"].dtype))
+        return Scheme(bits, None if size == -1 else size, _symmetric(wanted), scale_dtype_name(infos["scales"].dtype))
 
     @staticmethod
     def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
@@ -160,6 +160,16 @@ def _stored_form(config: Mapping[str, Any]) -> str:
         return "marlin"
     # Models quantized before there were two call themselves nothing; 'format' and 'checkpoint_format' say the same.
     return str(config.get("checkpoint_format") or config.get("format") or V1).lower()
+
+
+def _symmetric(config: Mapping[str, Any]) -> bool:
+    if "sym" not in config:  # AutoGPTQ's quantize_config.json had no such key at first; its default was True
+        warnings.warn(
+            "the gptq config does not say 'sym': read as symmetric; other zero points would be refused",
+            QuantkitWarning,
+            stacklevel=3,
+        )
+    return bool(config.get("sym", True))
 
 
 def _written_size(scheme: Scheme) -> int:

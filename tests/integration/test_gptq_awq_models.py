@@ -14,6 +14,7 @@ import quantkit as qk
 from quantkit.checkpoint.source import open_source
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
+from quantkit.errors import QuantkitWarning, UnsupportedModel
 from quantkit.formats.reader import QuantizedReader
 
 RTN = dict(method="rtn", scales="minmax")
@@ -87,6 +88,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     change(tensors, config)
     save_file(tensors, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)  # it would not name what is new
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -110,6 +112,21 @@ def test_folders_from_before_config_json_said_it_are_read(form: str, tiny_origin
         tensors[name] = torch.zeros(96, dtype=torch.float16)
 
     edit(out, age)
+    assert name in open_source(out).names()
     for dense in (False, True):
         assert qk.load(out, device="cpu", dtype="float32", dequantize=dense)(ids).shape == before.shape
     assert torch.equal(qk.load(out, device="cpu", dtype="float32")(ids), before)
+
+    edit(out, lambda tensors, _: tensors[name].add_(0.5))  # not zero any more, and the model has no place for it
+    with pytest.raises(UnsupportedModel, match=r"layers\.0\.mlp\.up_proj\.bias"):
+        qk.load(out, device="cpu", dtype="float32")
+
+
+def test_a_gptq_config_from_before_sym_is_read_as_symmetric_and_says_so(tiny_original: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    qk.convert(tiny_original, out, format="gptq", group_size=32, symmetric=True, **RTN)
+    before = qk.load(out, device="cpu", dtype="float32")(IDS)
+    edit(out, lambda _, config: config["quantization_config"].pop("sym"))
+    with pytest.warns(QuantkitWarning, match="does not say 'sym'"):
+        after = qk.load(out, device="cpu", dtype="float32")(IDS)
+    assert torch.equal(after, before)
