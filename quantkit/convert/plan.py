@@ -61,7 +61,8 @@ class Plan:
             if (isinstance(module, nn.Linear) and name not in self.targets) or name in known
         ]
         outside = [t.name for t in self.outside()]
-        return Layout({t.name: t.scheme for t in self.targets.values()}, dense, outside)
+        schemes = {t.name: t.scheme for t in self.targets.values()}
+        return Layout(dict(sorted(schemes.items())), sorted(dense), outside)  # the order a repack has, too
 
     def outside(self) -> list[Target]:
         """Head and embeddings that are quantized."""

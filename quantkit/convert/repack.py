@@ -26,6 +26,7 @@ from quantkit.convert.plan import refuse_same_place
 from quantkit.convert.repack_request import refuse_contradictions
 from quantkit.convert.report import ConvertReport, LayerReport
 from quantkit.convert.run import Listener, Progress
+from quantkit.convert.structure import Structure, structure_of
 from quantkit.convert.targets import collapse
 from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
 from quantkit.core.host import current_rss, map_large_blocks, peak_rss, release_free_memory
@@ -38,6 +39,7 @@ from quantkit.formats.reader import QuantizedReader
 
 PART_BYTES = 1 << 26  # tensors are written in parts of about this size: what a repack holds in memory
 LIBRARIES = 200 << 20  # transformers, which knows the structure that the engines' rules ask for
+POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 ORIGINAL = "Repacking changes no code; quantize the 16-bit original for this format instead."
 
 
@@ -52,6 +54,7 @@ class RepackPlan:
     overwrite: bool
     layout: Layout
     shapes: dict[str, tuple[int, int]]
+    plain: list[str]  # stored tensors that are copied
     kv_bits: int
     output: int
     host: int
@@ -89,7 +92,7 @@ class RepackPlan:
             f"  repack    {self.reader.format} -> {self.format.name}: the same codes, no text is read"
             + (f"; KV cache {self.kv_bits} bits" if self.kv_bits < 16 else ""),
             *(f"  linears   {count:4d} x {scheme}" for scheme, count in self.schemes().items()),
-            f"  keeps     {len(self.reader.plain_names())} tensors unchanged",
+            f"  keeps     {len(self.plain)} tensors unchanged",
             f"  needs     host {self.host / 1e6:.0f} MB, disk {2 * self.output / 1e6:.1f} MB while running; "
             f"output {self.output / 1e6:.1f} MB",
             *(f"  note      {warning}" for warning in self.warnings),
@@ -122,12 +125,15 @@ def plan_repack(ref: str | Path, out: Path, requested: Mapping[str, Any]) -> Rep
     )
     shapes = {name: reader.shape(name) for name in schemes}
     outside = [name for name in schemes if outside_kind(name) is not None]
-    layout = Layout(schemes, _dense(reader), outside)
-    plain = sum(source.info(name).nbytes for name in reader.plain_names())
+    structure = structure_of(reader, source.config)
+    kept, problems, notes = _plain(reader, structure)
+    layout = Layout(dict(sorted(schemes.items())), _dense(reader, structure), outside)
+    plain = sum(source.info(name).nbytes for name in kept)
     output = plain + sum(_packed_bytes(scheme, shapes[name]) for name, scheme in schemes.items())
-    plan = RepackPlan(source, reader, out, form, overwrite, layout, shapes, kv_bits, output, 0)
-    plan.problems += _problems(plan, found)
-    largest = max((source.info(name).nbytes for name in reader.plain_names()), default=0)
+    plan = RepackPlan(source, reader, out, form, overwrite, layout, shapes, kept, kv_bits, output, 0)
+    plan.problems += [*problems, *_problems(plan, found)]
+    plan.warnings += notes
+    largest = max((source.info(name).nbytes for name in kept), default=0)
     widest = max((rows * columns for rows, columns in shapes.values()), default=0)
     # codes as bytes, twice, and the widened integers that packing and unpacking work on; or a plain tensor three times
     libraries = 0 if "transformers" in sys.modules else LIBRARIES
@@ -186,7 +192,7 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
         batch.add({f"{name}.{part}": value for part, value in parts.items()})
         report.layers.append(LayerReport(name, q.scheme.describe(), None, None, q.codes.numel(), q.bits_stored))
     listen(Progress("copy", len(reader.modules), len(reader.modules)))
-    for name in reader.plain_names():
+    for name in plan.plain:
         batch.add({name: reader.read(name)})
     batch.flush()
     config = plan.format.config(plan.layout, __version__)
@@ -265,17 +271,37 @@ def outside_kind(name: str) -> str | None:
     return "embedding" if local in ("embed_tokens", "embed_in", "wte", "word_embeddings") else None
 
 
-def _dense(reader: QuantizedReader) -> list[str]:
+def _plain(reader: QuantizedReader, structure: Structure | str) -> tuple[list[str], list[str], list[str]]:
+    """Tensors to copy; problems; notes. Biases that the model has no place for are left out if they are zeros."""
+    kept = reader.plain_names()
+    if isinstance(structure, str) or not structure.extra_biases:
+        return kept, [], []
+    full = [name for name in structure.extra_biases if bool(reader.read(name).any())]
+    problems = [
+        f"{name}: not zero, but the model has no bias there; engines would leave it out. Take a source that fits its config."
+        for name in full
+    ]
+    zeros = [name for name in structure.extra_biases if name not in full]
+    notes = [f"{len(zeros)} biases of zeros are left out, which the model has no place for"] if zeros else []
+    return [name for name in kept if name not in zeros], collapse(problems), notes
+
+
+def _dense(reader: QuantizedReader, structure: Structure | str) -> list[str]:
     """Matrices that are no part of a quantized module: what the config has to name as left at 16 bit. And the head: a tied
     one is not stored, but engines look for it."""
     found = []
     for name in reader.plain_names():
         module = name.removesuffix(".weight")
-        matrix = len(reader.source.info(name).shape) == 2
-        if module != name and matrix and outside_kind(module) != "embedding" and module.rpartition(".")[2] != "wpe":
+        if module == name or len(reader.source.info(name).shape) != 2:
+            continue
+        if isinstance(structure, str):  # an unknown structure: by the names that models use
+            embedding = outside_kind(module) == "embedding" or module.rpartition(".")[2] in POSITIONS
+        else:
+            embedding = module in structure.embeddings
+        if not embedding:
             found.append(module)
     heads = [name for name in (*found, *reader.modules) if outside_kind(name) == "head"]
-    return found if heads else [*found, "lm_head"]
+    return sorted(found if heads else [*found, "lm_head"])
 
 
 def _packed_bytes(scheme: Scheme, shape: tuple[int, int]) -> int:

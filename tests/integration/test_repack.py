@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import tiny_model
 from safetensors.torch import load_file, save_file
 
 import quantkit as qk
@@ -53,6 +54,41 @@ def test_each_format_repacks_into_each_with_the_bytes_of_a_direct_conversion(
             assert names == {file.name for file in (tmp_path / target).iterdir()}
 
 
+@pytest.mark.parametrize("name", ["opt", "mixtral", "gpt_neox"])
+def test_what_stays_dense_is_named_as_by_a_direct_conversion(name: str, tiny_original: Path, tmp_path: Path) -> None:
+    """Positions are looked up, routers are multiplied, a head may be called embed_out."""
+    import shutil
+
+    vocab = json.loads((tiny_original / "config.json").read_text())["vocab_size"]
+    tiny_model(name, vocab_size=vocab, num_hidden_layers=12).half().save_pretrained(tmp_path / "source")
+    for file in tiny_original.glob("*token*"):
+        shutil.copy(file, tmp_path / "source" / file.name)
+    for form in ("compressed-tensors", "gptq"):
+        rules = ("*layers.1.*=bits:8", "*layers.3.*=keep")
+        qk.convert(tmp_path / "source", tmp_path / form, format=form, group_size=32, symmetric=True, rules=rules, **RTN)
+    for form, target in (("compressed-tensors", "gptq"), ("gptq", "compressed-tensors")):
+        qk.convert(tmp_path / form, tmp_path / "out", format=target, overwrite=True)
+        assert quantization(tmp_path / "out") == quantization(tmp_path / target)
+        assert weights(tmp_path / "out") == weights(tmp_path / target)
+
+
+def test_biases_without_a_place_are_dropped_if_zero_and_refused_if_not(awq_folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    model, name = tmp_path / "model", "model.layers.0.mlp.up_proj.bias"
+    shutil.copytree(awq_folder, model)
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors.index.json").unlink()
+    tensors[name] = torch.zeros(96, dtype=torch.float16)
+    save_file(tensors, model / "model.safetensors")
+    report = qk.convert(model, tmp_path / "gptq", format="gptq")
+    assert name not in load_file(tmp_path / "gptq" / "model.safetensors")
+    assert any("1 biases of zeros are left out" in warning for warning in report.warnings)
+    tensors[name][5] = 0.25
+    save_file(tensors, model / "model.safetensors")
+    refused(model, tmp_path, name, "no bias there", format="gptq")
+
+
 def test_mixed_group_sizes_and_the_kv_scales_come_along(
     tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
@@ -85,7 +121,7 @@ def test_linears_kept_at_16_bit_stay_named(tiny_original: Path, tmp_path: Path) 
     qk.convert(tmp_path / "gptq", tmp_path / "back")
     assert weights(tmp_path / "back") == weights(tmp_path / "ct")
     before, after = quantization(tmp_path / "ct"), quantization(tmp_path / "back")
-    assert set(after["ignore"]) == set(before["ignore"])
+    assert after["ignore"] == before["ignore"]
 
 
 @pytest.mark.parametrize(
