@@ -157,7 +157,11 @@ def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(wanted, names, 3, 0.5)
     near += [last[key] for key in difflib.get_close_matches(wanted.rpartition(".")[2], list(last), 3, 0.5)]
     shown = list(dict.fromkeys(near))[:3]
-    known = f"Nearest: {', '.join(shown)}" if shown else f"Its modules' last names: {', '.join(reversed(last))}"
+    known = (
+        f"Nearest: {', '.join(shown)}"
+        if shown
+        else f"Its modules' last names: {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
+    )
     return f"--rule {rule.text!r}: matches no module of this model. {known}."
 
 
