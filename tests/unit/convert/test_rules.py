@@ -89,7 +89,7 @@ def test_the_first_match_wins() -> None:
 @pytest.mark.parametrize(
     ("pattern", "near"),
     [("*.down_porj", "mlp.down_proj"), ("lm_haed", "lm_head"), ("model.layers.99.mlp.up_proj", "mlp.up_proj"),
-     ("zzz", "last names: q_proj, k_proj, v_proj, o_proj"), ("DOWN_PROJ", "down_proj")],
+     ("zzz", "last names: q_proj, k_proj, v_proj, gate_proj"), ("DOWN_PROJ", "down_proj")],
 )  # fmt: skip
 def test_a_rule_that_matches_nothing_is_an_error_with_the_nearest_names(pattern: str, near: str) -> None:
     with pytest.raises(RequestError, match="matches no module") as error:
