@@ -42,12 +42,6 @@ class Hessian:
             for j in range(i, width, size):
                 self.sum[i : i + size, j : j + size] += left @ rows[:, j : j + size]
 
-    def merge(self, other: Hessian) -> None:
-        """Add another statistic of the same input."""
-        self.sum += other.sum
-        self.tokens += other.tokens
-        self.dropped += other.dropped
-
     def result(self, name: str = "input") -> Tensor:
         """Mean of x xᵀ, float64 [in, in]. Raises NumericsError if too many tokens were dropped or none was seen."""
         total = self.tokens + self.dropped
