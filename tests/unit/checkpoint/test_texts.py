@@ -41,7 +41,7 @@ def test_jsonl_joins_the_text_fields(tmp_path: Path) -> None:
         ("a.txt", b"", "the text is empty"),
         ("a.txt", b" \n\n", "the text is empty"),
         ("a.txt", "caf\xe9".encode("latin-1"), r"not UTF-8 text \(byte 3 is 0xe9\).*iconv"),
-        ("a.txt.gz", gzip.compress(b"text " * 100)[:-12], "not a whole gzip file"),
+        ("a.txt.gz", gzip.compress(b"text " * 100, mtime=0)[:-12], "not a whole gzip file"),
         ("a.txt.gz", b"no gzip at all", "not a whole gzip file"),
         ("a.jsonl", b'{"text": "one"}\n{"text": ', "line 2 is not JSON"),
         ("a.jsonl", b'{"content": "one"}\n', r"line 1 has no field 'text'.*its fields are content"),
