@@ -214,7 +214,7 @@ def _sizes(
         seq_len=options.seq_len,
         plain_bytes=sum(info.nbytes for info in infos) + cut,
         packed_bytes=int(packed),
-        packed_model=_packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
+        packed_model=packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
         calibrated=windows is not None,
         fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
@@ -247,11 +247,11 @@ def _whole(weights: Weights, options: ConvertOptions) -> int:
     return selftext.bytes_needed(weights.model.config, count, options)
 
 
-def _packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:
+def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:
     """The written model in memory: packed weights (kernels hold 2 and 3 bits in 4, 5 to 7 in 8, and scales twice), the rest
     in float32, and the largest tensor on its way: stored, its mask, or its codes and the temporaries of packing them."""
     dense = [info.nbytes // info.dtype.itemsize for info in infos]
-    return 4 * sum(dense) + 2 * packed + max(3 * max(dense, default=0), 10 * max(weights))
+    return 4 * sum(dense) + 2 * packed + max(3 * max(dense, default=0), 10 * max(weights, default=0))
 
 
 def _outside_bytes(weights: Weights, target: Target) -> int:

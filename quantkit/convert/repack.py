@@ -19,13 +19,16 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.checkpoint.source import FolderSource, Source, open_source
+from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter, check_output
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_folder
-from quantkit.convert.plan import refuse_same_place
+from quantkit.convert.memory import GENERATE_BYTES
+from quantkit.convert.plan import packed_model, refuse_same_place
 from quantkit.convert.repack_request import refuse_contradictions
 from quantkit.convert.report import ConvertReport, LayerReport
 from quantkit.convert.run import Listener, Progress
+from quantkit.convert.sample import TOO_LARGE, fallback, run_sample
 from quantkit.convert.structure import Structure, structure_of
 from quantkit.convert.targets import collapse
 from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
@@ -58,6 +61,7 @@ class RepackPlan:
     kv_bits: int
     output: int
     host: int
+    generates: bool = False  # whether the written model is run: within memory.GENERATE_BYTES, or what the repack takes anyway
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -137,7 +141,11 @@ def plan_repack(ref: str | Path, out: Path, requested: Mapping[str, Any]) -> Rep
     widest = max((rows * columns for rows, columns in shapes.values()), default=0)
     # codes as bytes, twice, and the widened integers that packing and unpacking work on; or a plain tensor three times
     libraries = 0 if "transformers" in sys.modules else LIBRARIES
-    plan.host = max(peak_rss(), current_rss() + libraries + 2 * PART_BYTES + max(3 * largest, 14 * widest))
+    working = 2 * PART_BYTES + max(3 * largest, 14 * widest)
+    packed = sum(_packed_bytes(scheme, shapes[name]) for name, scheme in schemes.items())
+    whole = packed_model([source.info(name) for name in kept], packed, [n * k for n, k in shapes.values()])
+    plan.generates = whole <= max(GENERATE_BYTES, working)
+    plan.host = max(peak_rss(), current_rss() + libraries + max(working, whole if plan.generates else 0))
     free = shutil.disk_usage(out.parent).free
     if 2 * output > free:
         plan.problems.append(
@@ -205,7 +213,19 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
     listen(Progress("verify", len(reader.modules), len(reader.modules)))
     report.verified_tensors = verify_folder(writer.folder, decisions, writer.entries)
     report.verified_tensors += verify_kv(writer.folder, {} if kv is None else kv.layers)
+    sample = _sample(plan, writer.folder)
+    if isinstance(sample, str):
+        report.notes.append(sample)
+    else:
+        report.sample = sample
     return report
+
+
+def _sample(plan: RepackPlan, folder: Path) -> dict[str, str] | str:
+    if not plan.generates:
+        return TOO_LARGE
+    tokenizer = load_tokenizer(plan.source)
+    return run_sample(folder, fallback(tokenizer), tokenizer, str(plan.out), "please report it: no code was changed")
 
 
 def _module(reader: QuantizedReader, name: str) -> QuantTensor:

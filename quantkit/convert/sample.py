@@ -12,14 +12,23 @@ from quantkit.convert.plan import Plan
 from quantkit.errors import NumericsError, UnsupportedModel
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 16
+TOO_LARGE = (
+    f"no sample was generated: the whole model would need more than the {GENERATE_BYTES / 1e9:.0f} GB that this "
+    "check may take; `quantkit generate` does it"
+)
 FALLBACK = "The first time that"  # where there is no calibration text
 
 
 def prompt_of(plan: Plan) -> list[int]:
     """The first tokens of the calibration text, or of a fixed phrase."""
     if plan.windows is None:
-        return [int(token) for token in plan.tokenizer(FALLBACK)["input_ids"]]
+        return fallback(plan.tokenizer)
     return [int(token) for token in plan.windows.ids[0, :PROMPT_TOKENS]]
+
+
+def fallback(tokenizer: Any) -> list[int]:
+    """The fixed phrase as tokens."""
+    return [int(token) for token in tokenizer(FALLBACK)["input_ids"]]
 
 
 def generate_sample(plan: Plan, folder: Path) -> dict[str, str] | str:
@@ -29,26 +38,26 @@ def generate_sample(plan: Plan, folder: Path) -> dict[str, str] | str:
     and said: a model larger than memory.GENERATE_BYTES that the job's other phases do not need anyway, and an
     architecture whose cache quantkit's run time does not know.
     """
+    if "generate" not in plan.prediction.phases:
+        return TOO_LARGE
+    return run_sample(folder, prompt_of(plan), plan.tokenizer, f"{plan.options.out}", "convert with more bits")
+
+
+def run_sample(folder: Path, ids: list[int], tokenizer: Any, out: str, remedy: str) -> dict[str, str] | str:
+    """Load ``folder`` and continue ``ids``; ``out`` and ``remedy`` are what a failure is told with. Raises as above."""
     from quantkit.runtime.load import load
 
-    if "generate" not in plan.prediction.phases:
-        return (
-            f"no sample was generated: the whole model would need more than the {GENERATE_BYTES / 1e9:.0f} GB that this "
-            "check may take; `quantkit generate` does it"
-        )
     try:
         model = load(folder, device="cpu")
     except UnsupportedModel as error:
         return f"no sample was generated: {error}"
-    ids = prompt_of(plan)
     tokens: list[int] = []
     while len(tokens) < NEW_TOKENS:
         logits = model(torch.tensor([[*ids, *tokens]]))
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError(
-                f"{plan.options.out}: the quantized model gives logits that are not finite. Evaluate the source with "
-                "`quantkit eval`; if that is sound, convert with more bits."
+                f"{out}: the quantized model gives logits that are not finite. Evaluate the source with `quantkit eval`; "
+                f"if that is sound, {remedy}."
             )
         tokens.append(int(logits[0, -1].argmax()))
-    decode: Any = plan.tokenizer.decode
-    return {"prompt": decode(ids), "text": decode(tokens)}
+    return {"prompt": tokenizer.decode(ids), "text": tokenizer.decode(tokens)}

@@ -244,3 +244,18 @@ def test_a_damaged_source_leaves_nothing(awq_folder: Path, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*not finite"):
         qk.convert(broken, tmp_path / "out", format="gptq")
     assert {path.name for path in tmp_path.iterdir()} == {"broken"}
+
+
+def test_a_repacked_model_writes_a_few_words_unless_it_is_too_large(
+    awq_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = qk.convert(awq_folder, tmp_path / "out", format="gptq")
+    assert report.sample is not None
+    model = qk.load(tmp_path / "out", device="cpu")
+    ids = torch.tensor([model.encode(report.sample["prompt"])])
+    assert report.sample["text"].startswith(model.tokenizer.decode(int(model(ids)[0, -1].argmax())))
+    monkeypatch.setattr("quantkit.convert.repack.packed_model", lambda *a: 10**15)
+    report = qk.convert(awq_folder, tmp_path / "large", format="gptq")
+    assert report.sample is None
+    assert any("no sample was generated" in note for note in report.notes)
+    assert report.predicted_host_bytes < 10**15
