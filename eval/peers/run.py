@@ -63,7 +63,7 @@ def main() -> None:
     partial.rename(args.out)
     done = {
         "out": str(args.out), "peer": args.peer, "method": args.method, "bits": args.bits, "group_size": args.group_size,
-        "symmetric": args.sym, "samples": args.samples, "seq_len": args.seq_len, "tokens_sha256": windows.digest(),
+        "symmetric": args.sym, "dtype": args.dtype, "samples": args.samples, "seq_len": args.seq_len, "tokens_sha256": windows.digest(),
         **facts, **what,
     }  # fmt: skip
     print(json.dumps(done))
@@ -80,6 +80,12 @@ def parse(peers: list[str]) -> argparse.Namespace:
     parser.add_argument("--sym", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument(
+        "--dtype",
+        choices=["default", "float32"],
+        default="default",
+        help="what the peer computes in: its default, or float32, which processors without bf16 units are fastest with",
+    )
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="where environments are kept")
     return parser.parse_args()
 
@@ -110,7 +116,7 @@ def quantize(python: Path, script: str, args: argparse.Namespace, partial: Path)
         str(python), str(HERE / script), str(Path(args.source).resolve()), "--out", str(partial.resolve()),
         "--tokens", str((partial / "tokens.safetensors").resolve()), "--method", args.method, "--bits", str(args.bits),
         "--group-size", str(args.group_size), "--sym" if args.sym else "--no-sym",
-        "--begun", str(time.time()),
+        "--dtype", args.dtype, "--begun", str(time.time()),
     ]  # fmt: skip
     path = f"{python.parent}{os.pathsep}{inherited.get('PATH', '')}"  # ninja and the like
     scratch = partial / "scratch"  # some write logs where they stand

@@ -12,7 +12,7 @@ RECIPES = {"light": {"iters": 50, "lr": 5e-3}, "default": {}}
 def main() -> None:
     args = arguments(__doc__)
     ids = token_ids(args)
-    model = load_model(args, torch.float16)
+    model = load_model(args, torch.float32 if args.dtype == "float32" else torch.float16)
     from transformers import AutoTokenizer
 
     rounder = AutoRound(

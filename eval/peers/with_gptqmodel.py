@@ -25,7 +25,8 @@ def main() -> None:
     )
     # Its packing kernel for AWQ asks for CUDA unless the plain one is named.
     backend = BACKEND.AWQ_TORCH if awq else BACKEND.AUTO
-    model = GPTQModel.load(str(args.source), config, device="cpu")
+    wanted = {} if args.dtype == "default" else {"dtype": torch.float32}
+    model = GPTQModel.load(str(args.source), config, device="cpu", **wanted)
     rows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in token_ids(args)]
     watch = Stopwatch(args)
     with watch:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
-from worker import Stopwatch, arguments, block_linears, dense_state, finish, load_model
+from worker import Stopwatch, arguments, block_linears, dense_state, finish, load_model, only_default_dtype
 
 
 def nbytes(layer: Any) -> int:
@@ -17,6 +17,7 @@ def nbytes(layer: Any) -> int:
 
 def main() -> None:
     args = arguments(__doc__)
+    only_default_dtype(args)
     if args.sym:
         raise SystemExit("hqq: its zero points are what it optimizes; use --no-sym")
     model = load_model(args, torch.float16)

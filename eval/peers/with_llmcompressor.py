@@ -59,7 +59,8 @@ def main() -> None:
     args = arguments(__doc__)
     ids = token_ids(args)
     # In float16 its AWQ overflows in this family's last layers ("No finite loss was found").
-    model = load_model(args, torch.float32 if args.method == "awq" else torch.float16)
+    wide = args.method == "awq" or args.dtype == "float32"
+    model = load_model(args, torch.float32 if wide else torch.float16)
     rows = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
     watch = Stopwatch(args)
     with watch:
@@ -70,7 +71,7 @@ def main() -> None:
             max_seq_length=ids.shape[1],
             num_calibration_samples=ids.shape[0],
         )
-    if args.method == "gptq":
+    if not wide:
         model.save_pretrained(args.out / "packed", save_compressed=True)
         watch.saved()
         finish(args, watch, LIBRARIES)

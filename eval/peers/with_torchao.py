@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torchao.quantization import quantize_
-from worker import Stopwatch, arguments, block_linears, by_identity, finish, load_model
+from worker import Stopwatch, arguments, block_linears, by_identity, finish, load_model, only_default_dtype
 
 
 def config(args: Any) -> Any:
@@ -31,6 +31,7 @@ def nbytes(weight: Any) -> int:
 
 def main() -> None:
     args = arguments(__doc__)
+    only_default_dtype(args)
     if args.sym or args.bits != 4:
         raise SystemExit("torchao: its int4 has 4 bits and a zero point per group; use --bits 4 --no-sym")
     model = load_model(args, torch.bfloat16)  # the kernel's dtype

@@ -30,8 +30,15 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--bits", type=int, required=True)
     parser.add_argument("--group-size", type=int, required=True)
     parser.add_argument("--sym", action=argparse.BooleanOptionalAction, required=True)
+    parser.add_argument("--dtype", choices=["default", "float32"], default="default", help="what the peer computes in")
     parser.add_argument("--begun", type=float, default=time.time(), help="when this process was started, in Unix time")
     return parser.parse_args()
+
+
+def only_default_dtype(args: argparse.Namespace) -> None:
+    """For peers whose script chooses no dtype. Raises SystemExit on another."""
+    if args.dtype != "default":
+        raise SystemExit(f"--dtype {args.dtype}: this peer is run with its default only")
 
 
 def token_ids(args: argparse.Namespace) -> Tensor:
