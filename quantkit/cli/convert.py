@@ -10,7 +10,7 @@ import click
 
 from quantkit.algorithms import LATER as LATER_METHODS
 from quantkit.algorithms import METHODS
-from quantkit.cli.main import print_json
+from quantkit.cli.output import print_json, print_lines
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 from quantkit.formats import WRITABLE
@@ -141,7 +141,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     if dry_run:
         from quantkit.convert.describe import describe, plan_json
 
-        print_json(plan_json(plan)) if as_json else click.echo(describe(plan))
+        print_json(plan_json(plan)) if as_json else print_lines(describe(plan))
         plan.raise_problems()
         return
     plan.raise_problems()
@@ -150,7 +150,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
             click.echo(f"note: {warning}", err=True)
     with bar() as listen:
         report = run(plan, lambda p: listen(p.stage, p.done, p.total, p.note), started)
-    print_json(report.to_json()) if as_json else click.echo(report.table())
+    print_json(report.to_json()) if as_json else print_lines(report.table())
 
 
 def _typed(given: dict[str, Any]) -> dict[str, Any]:
@@ -170,10 +170,10 @@ def _run_repack(plan: Any, started: float, *, dry_run: bool, as_json: bool) -> N
     from quantkit.convert.repack import run_repack
 
     if dry_run:
-        print_json(plan.to_json()) if as_json else click.echo(plan.describe())
+        print_json(plan.to_json()) if as_json else print_lines(plan.describe())
         plan.raise_problems()
         return
     plan.raise_problems()
     with bar() as listen:
         report = run_repack(plan, lambda p: listen(p.stage, p.done, p.total, p.note), started)
-    print_json(report.to_json()) if as_json else click.echo(report.table())
+    print_json(report.to_json()) if as_json else print_lines(report.table())

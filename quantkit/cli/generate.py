@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli.main import print_json
+from quantkit.cli.output import print_json
 from quantkit.errors import RequestError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli.main import print_json
+from quantkit.cli.output import print_json, print_lines
 
 
 @click.command()
@@ -19,7 +19,6 @@ def command(source: str, check: bool, as_json: bool) -> None:
     """Show what quantkit finds in SOURCE: architecture, decoder blocks, linears, sizes. Reads headers only;
     --check also builds a small random model of the same architecture and proves on it what a conversion relies on."""
     from quantkit.checkpoint.source import open_source
-    from quantkit.convert.engines import Verdict
 
     opened = open_source(source)
     data = _structure(opened) if opened.quantization() is None else _quantized(opened)
@@ -31,27 +30,31 @@ def command(source: str, check: bool, as_json: bool) -> None:
     if as_json:
         print_json(data if proof is None else {**data, "check": proof.to_json()})
         return
-    click.echo(f"{opened.path}")
+    lines = [str(opened.path), *_lines(data)]
+    if proof is not None:
+        lines += _check_lines(proof)
+    print_lines("\n".join(lines))
+
+
+def _lines(data: dict[str, Any]) -> list[str]:
+    """What was found, for people."""
+    from quantkit.convert.engines import Verdict
+
+    lines = []
     for key, value in data.items():
         if key == "linears":
-            for line in value:
-                click.echo(
-                    f"  linear    {line['count']:4d} x {line['name']:<24} [{line['out_features']}, {line['in_features']}]"
-                )
+            lines += [
+                f"  linear    {line['count']:4d} x {line['name']:<24} [{line['out_features']}, {line['in_features']}]"
+                for line in value
+            ]
         elif key == "engines":
-            for verdict in value:
-                click.echo(f"  loads in  {Verdict(**{**verdict, 'notes': tuple(verdict['notes'])}).line()}")
+            lines += [f"  loads in  {Verdict(**{**found, 'notes': tuple(found['notes'])}).line()}" for found in value]
         elif key == "schemes":
-            for scheme, count in value.items():
-                click.echo(f"  scheme    {count:4d} x {scheme}")
+            lines += [f"  scheme    {count:4d} x {scheme}" for scheme, count in value.items()]
         else:
-            click.echo(
-                f"  {key.replace('_', ' '):<18} {value:,}"
-                if isinstance(value, int)
-                else f"  {key.replace('_', ' '):<18} {value}"
-            )
-    if proof is not None:
-        click.echo("\n".join(_check_lines(proof)))
+            shown = f"{value:,}" if isinstance(value, int) else f"{value}"
+            lines.append(f"  {key.replace('_', ' '):<18} {shown}")
+    return lines
 
 
 def _check_lines(check: Any) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import sys
@@ -124,11 +123,6 @@ _interrupted: list[int] = []
 def _interrupt(number: int, frame: FrameType | None) -> None:
     _interrupted.append(number)
     raise KeyboardInterrupt
-
-
-def print_json(data: dict[str, Any]) -> None:
-    """One JSON object on stdout, nothing else."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 if __name__ == "__main__":

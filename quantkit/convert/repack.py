@@ -61,7 +61,9 @@ class RepackPlan:
     kv_bits: int
     output: int
     host: int
-    generates: bool = False  # whether the written model is run: within memory.GENERATE_BYTES, or what the repack takes anyway
+    generates: bool = (
+        False  # whether the written model is run: within memory.GENERATE_BYTES, or what the repack takes anyway
+    )
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

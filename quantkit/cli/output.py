@@ -1,0 +1,40 @@
+"""What commands print: one JSON object, or lines that fit the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import textwrap
+from typing import Any
+
+import click
+
+LABEL = re.compile(r" *\S+(?: \S+)* {2,}")  # "  loads in  vLLM ...": what stands before the first gap of two spaces
+WIDEST_LABEL = 24
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One JSON object on stdout, nothing else."""
+    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+def print_lines(text: str) -> None:
+    """Lines on stdout; on a terminal, long ones are wrapped at words and go on below their first word."""
+    if sys.stdout.isatty():
+        text = wrap(text, shutil.get_terminal_size().columns)
+    click.echo(text)
+
+
+def wrap(text: str, columns: int) -> str:
+    """Wrap each line to ``columns``. Paths and names stay whole, and a line's label stays alone in its column."""
+    lines = []
+    for line in text.splitlines():
+        label = LABEL.match(line)
+        indent = label.end() if label and label.end() <= WIDEST_LABEL else len(line) - len(line.lstrip()) + 4
+        lines += textwrap.wrap(
+            line, max(columns, indent + 20), subsequent_indent=" " * indent, drop_whitespace=True,
+            break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+        ) or [line]  # fmt: skip
+    return "\n".join(lines)
