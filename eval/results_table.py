@@ -1,7 +1,7 @@
-"""Make the README's results table from eval/results/*.json.
+"""Make the README's tables from eval/results/*.json.
 
-python eval/results_table.py            rewrite the table between the two markers in README.md
-python eval/results_table.py --check    exit code 1 if the README's table is not what the results say
+python eval/results_table.py            rewrite the tables between their markers in README.md
+python eval/results_table.py --check    exit code 1 if a table of the README is not what the results say
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-START, END = "<!-- results: made by eval/results_table.py -->", "<!-- end of results -->"
+Results = list[tuple[dict[str, Any], dict[str, Any]]]
 HEAD = ["model", "weights", "bits / weight", "size", "perplexity", "KL (nats)", "same top token"]
+PEER_HEAD = ["model", "made by", "bits / weight", "perplexity", "KL (nats)", "seconds", "peak memory"]
 
 
-def load_results(root: Path = ROOT) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def load_results(suite_name: str = "main", root: Path = ROOT) -> Results:
     """(row of the suite, its result) in the suite's order, for rows that have a result."""
-    suite = tomllib.loads((root / "eval" / "suites" / "main.toml").read_text(encoding="utf-8"))
+    suite = tomllib.loads((root / "eval" / "suites" / f"{suite_name}.toml").read_text(encoding="utf-8"))
     found = []
     for row in suite["row"]:
         path = root / "eval" / "results" / f"{row['id']}.json"
@@ -47,7 +48,7 @@ def cells(row: dict[str, Any], figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def render(results: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+def render(results: Results) -> str:
     """The table in Markdown, and one line on where it was measured. Models together, the original first, then by KL."""
     lines = [" | ".join(HEAD), " | ".join(["---", "---", *["--:"] * 5])]
     order = {row["model"]: i for i, (row, _) in reversed(list(enumerate(results)))}
@@ -65,11 +66,50 @@ def render(results: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     return f"{table}\n\nMeasured on {'; '.join(machines)}.\n"
 
 
-def block_of(readme: str) -> str:
-    """What stands between the markers. Raises ValueError if they are not there."""
-    if START not in readme or END not in readme:
-        raise ValueError(f"README.md lacks the markers {START!r} and {END!r}")
-    return readme.split(START, 1)[1].split(END, 1)[0].strip("\n") + "\n"
+def peer_cells(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
+    """One line of the peers' table."""
+    made, figures = result["quantization"], result["evaluation"]
+    bits = figures["bits_per_weight"]
+    return [
+        row["model"],
+        row["label"],
+        "" if bits is None else f"{bits:.3f}",
+        f"{figures['perplexity']:.2f}",
+        f"{figures['kl_mean']:.4f} ± {figures['kl_stderr']:.4f}",
+        f"{made['seconds']:.0f}",
+        f"{made['peak_host_bytes'] / 1e9:.2f} GB",
+    ]
+
+
+def render_peers(results: Results) -> str:
+    """The peers beside us: by model, then by KL."""
+    lines = [" | ".join(PEER_HEAD), " | ".join(["---", "---", *["--:"] * 5])]
+    order = {row["model"]: i for i, (row, _) in reversed(list(enumerate(results)))}
+    for row, result in sorted(results, key=lambda pair: (order[pair[0]["model"]], pair[1]["evaluation"]["kl_mean"])):
+        lines.append(" | ".join(peer_cells(row, result)))
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def tables() -> dict[str, str]:
+    """Every table of the README by the name in its markers."""
+    peers = [*load_results("peers-quick"), *load_results("peers")]
+    return {"results": render(load_results()), "peers": render_peers(peers)}
+
+
+def block_of(readme: str, name: str = "results") -> str:
+    """What stands between a table's markers. Raises ValueError if they are not there."""
+    _, table, _ = split(readme, name)
+    return table.strip("\n") + "\n"
+
+
+def split(readme: str, name: str) -> tuple[str, str, str]:
+    """Text before a table, the table, and text after it, the markers with the text around."""
+    start, end = f"<!-- {name}: made by eval/results_table.py -->\n", f"<!-- end of {name} -->"
+    if start not in readme or end not in readme:
+        raise ValueError(f"README.md lacks the markers {start!r} and {end!r}")
+    before, rest = readme.split(start, 1)
+    table, after = rest.split(end, 1)
+    return before + start, table, end + after
 
 
 def main() -> None:
@@ -77,12 +117,14 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     path = ROOT / "README.md"
-    readme, table = path.read_text(encoding="utf-8"), render(load_results())
-    current = block_of(readme)
-    if args.check:
-        raise SystemExit(0 if current == table else "README.md: run `python eval/results_table.py`")
-    before, after = readme.split(START, 1)[0], readme.split(END, 1)[1]
-    path.write_text(f"{before}{START}\n{table}{END}{after}", encoding="utf-8")
+    readme = path.read_text(encoding="utf-8")
+    for name, table in tables().items():
+        if args.check and block_of(readme, name) != table:
+            raise SystemExit(f"README.md, {name}: run `python eval/results_table.py`")
+        before, _, after = split(readme, name)
+        readme = before + table + after
+    if not args.check:
+        path.write_text(readme, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -51,14 +51,16 @@ def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_readmes_table_is_what_the_results_say(readme):
-    table = results_table()
-    assert table.block_of(readme) == table.render(table.load_results()), "run `python eval/results_table.py`"
+def test_the_readmes_tables_are_what_the_results_say(readme):
+    module = results_table()
+    for name, table in module.tables().items():
+        assert module.block_of(readme, name) == table, f"{name}: run `python eval/results_table.py`"
 
 
-def test_every_number_of_the_table_rounds_a_figure_in_the_results(readme):
-    rows = [line for line in results_table().block_of(readme).splitlines() if line.startswith("|")][2:]
-    assert rows, "the results table is empty"
+@pytest.mark.parametrize("name", ["results", "peers"])
+def test_every_number_of_a_table_rounds_a_figure_in_the_results(readme, name):
+    rows = [line for line in results_table().block_of(readme, name).splitlines() if line.startswith("|")][2:]
+    assert rows, f"the table of {name} is empty"
     numbers = measured()
     for line in rows:
         cells = line.strip("|").split("|")
