@@ -1,19 +1,27 @@
-"""Kill conversions with SIGKILL at chosen steps, resume them, and compare the bytes. Run as a script by test_resume.py.
+"""Kill conversions with SIGKILL at chosen moments, resume them, and compare the bytes. Started by test_resume.py.
 
-    python killer.py '{"folder": ..., "options": {...}, "plans": [...]}'
+A server: one line of JSON in, one out, so that imports are paid once. A task is ``{"folder", "options", "at", "moments",
+"again", "hard", "seed"}``; the answer ``{"events", "kills", "states", "failures"}``.
 
-One process imports everything once and forks a child per conversion. A plan is a list of kills for one job: ``{"event": n}``
-at the n-th change of the file system (every open for writing, rename, remove, mkdir, rmdir and fsync below ``folder``), or
-``{"share": x}`` at that share of the events, or ``{"time": x}`` at that share of the undisturbed time. Each kill but the
-first hits the resumed job. Plans ``"renames"`` and ``"events"`` stand for one plan per rename, and per event.
-Prints JSON: the events of the undisturbed job, and what went wrong.
+A *moment* is before a change of the file system below ``folder`` (open for writing, rename, remove, mkdir, rmdir, fsync),
+or a random share of the processor time. At each moment of a job the working process forks and kills itself; the fork, which
+holds the same memory, waits until it is dead, takes a copy of the folder as it lies there, and works on until the next
+moment. So a job runs once for all its kills. Every copy is then resumed as a user would, copies with equal bytes once:
+what a resumed job does depends on nothing else.
+
+at: "renames", "events" or "" (none of them in order); moments: how many random ones besides, half of them at random
+events, half at random times; again: the job resumed from one random copy is killed this often, too; hard: this many jobs
+end by a signal from the kernel's clock, inside a system call or a library as it comes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import random
+import resource
 import shutil
 import signal
 import sys
@@ -22,11 +30,49 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
 
 import quantkit
 
-CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "fsync")
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: a killed worker's fork becomes our child
+Hook = Callable[[str], None]
+
+
+class Watch:
+    """Calls ``hook`` before every change of a file below ``folder``. Audit hooks cannot be taken out again: there is one."""
+
+    def __init__(self) -> None:
+        self.folder, self.hook, self.busy = "", None, False
+        self._sync = os.fsync
+        sys.addaudithook(self._audit)
+        os.fsync = self._fsync
+
+    def set(self, folder: Path, hook: Hook | None) -> None:
+        self.folder, self.hook = str(folder), hook
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.hook is None or (event != "open" and event not in CHANGES):
+            return
+        if event == "open" and not (isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")):
+            return
+        path = arguments[0]
+        relative = event != "open" and arguments[-1] != -1  # shutil.rmtree names files relative to an open folder
+        if relative or (not isinstance(path, int) and os.fsdecode(path).startswith(self.folder)):
+            self._seen(event)
+
+    def _fsync(self, handle: int) -> None:
+        self._seen("fsync")
+        self._sync(handle)
+
+    def _seen(self, event: str) -> None:
+        if self.hook is not None and not self.busy:
+            self.busy = True
+            self.hook(event)
+            self.busy = False
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -34,133 +80,188 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def watch(folder: Path, seen: Callable[[str], None]) -> None:
-    """Call ``seen`` before every change of a file below ``folder``."""
+class Job:
+    """One task. ``folder/here`` is where the job works, ``folder/copies`` what its kills left."""
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(str(folder)):
-            if isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"):
-                seen("open")
-        elif event in CHANGES:
-            seen(event)
+    def __init__(self, watch: Watch, task: dict[str, Any]) -> None:
+        self.watch, self.task, self.options = watch, task, task["options"]
+        self.draw = random.Random(task["seed"])
+        self.folder = Path(task["folder"])
+        self.here, self.copies, self.error = self.folder / "here", self.folder / "copies", self.folder / "error"
+        self.out, self.record = self.here / "out", self.here / ".out.work" / "job.json"
+        self.known: set[str] = set()
+        self.kills, self.failures = 0, list[str]()
+        self.copies.mkdir(parents=True)
+        self.here.mkdir()
 
-    sys.addaudithook(hook)
-    sync = os.fsync
-
-    def fsync(handle: int) -> None:
-        seen("fsync")
-        sync(handle)
-
-    os.fsync = fsync
-
-
-class Killer:
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        self.folder, self.options = folder, options
-        self.out = folder / "out"
-
-    def fork(self, before: Callable[[], None], **more: Any) -> int:
-        """Convert in a child. Returns its wait status."""
-        child = os.fork()
-        if child:
-            return os.waitpid(child, 0)[1]
-        code = 1
-        try:
-            before()
-            quantkit.convert(out=self.out, **self.options, **more)
-            code = 0
-        except BaseException as error:
-            (self.folder / "error").write_text(f"{type(error).__name__}: {error}")
-            code = 2
-        finally:
-            os._exit(code)
-
-    def undisturbed(self) -> None:
-        log = self.folder / "events"
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        quantkit.convert(
-            out=self.out, **self.options
-        )  # in this process: what libraries import lazily is there for all forks
-        shutil.rmtree(self.out)
-        started = time.monotonic()
-        status = self.fork(lambda: watch(self.folder, lambda event: os.write(handle, f"{event}\n".encode()) and None))
-        self.seconds = time.monotonic() - started
-        assert status == 0, (self.folder / "error").read_text()
-        self.events = log.read_text().split()
+    def run(self) -> dict[str, Any]:
+        events: list[str] = []
+        self.watch.set(self.here, events.append)
+        started, clock = time.process_time(), time.monotonic()
+        quantkit.convert(out=self.out, **self.options)
+        self.watch.set(self.here, None)
+        self.cpu, self.wall = time.process_time() - started, time.monotonic() - clock
         self.wanted = hashes(self.out)
-        log.unlink()
         self.clear()
+        count, times = self.task["moments"], self.task["moments"] // 2
+        kinds = {"events": range(len(events)), "renames": [i for i, e in enumerate(events) if e == "os.rename"], "": []}
+        chosen = {*kinds[self.task["at"]], *(self.draw.randrange(len(events)) for _ in range(count - times))}
+        self.kill_on_the_way(chosen, times)
+        found = self.collect()
+        for state in found:
+            self.resume(state)
+        if found and self.task["again"]:
+            self.place(self.draw.choice(found))
+            self.kill_on_the_way({self.draw.randrange(40) for _ in range(self.task["again"])}, self.task["again"])
+            for state in self.collect():
+                self.resume(state)
+        for _ in range(self.task["hard"]):
+            self.kill_hard()
+        seconds = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+        return {
+            "seconds": seconds,
+            "events": events,
+            "kills": self.kills,
+            "states": len(self.known),
+            "failures": self.failures,
+        }
 
     def clear(self) -> None:
-        for path in self.folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(self.here)
+        self.here.mkdir()
 
-    def attempt(self, kill: dict[str, float] | None) -> int:
+    def fork(self, before: Callable[[], None], **more: Any) -> list[int]:
+        """Convert in a child. Returns the wait status of every process that took part."""
+        self.error.unlink(missing_ok=True)
+        child = os.fork()
+        if not child:
+            try:
+                before()
+                quantkit.convert(out=self.out, **self.options, **more)
+                os._exit(0)
+            except BaseException as error:
+                self.error.write_text(f"{type(error).__name__}: {error}")
+            finally:
+                os._exit(2)
+        statuses = []
+        while True:
+            try:
+                statuses.append(os.wait()[1])
+            except ChildProcessError:
+                return statuses
+
+    def attempt(self, before: Callable[[], None] = lambda: None) -> list[int]:
         """One start of the job as a user would: resumed if there is something to resume."""
-        more = {"resume": True} if (self.folder / ".out.work" / "job.json").exists() else {}
-        return self.fork(lambda: self.arm(kill) if kill else None, **more)
+        return self.fork(before, **({"resume": True} if self.record.exists() else {}))
 
-    def arm(self, kill: dict[str, float]) -> None:
-        if "time" in kill:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, kill["time"] * self.seconds))
-            return
-        left = [int(kill["event"]) if "event" in kill else int(kill["share"] * len(self.events))]
+    def kill_on_the_way(self, events: set[int], times: int) -> None:
+        """Run the job from what lies in ``here``; its process is killed at each of these events, and at random times."""
+        left = sorted(self.draw.random() * self.cpu for _ in range(times))
+        steps = [max(1e-4, b - a) for a, b in zip([0.0, *left], left, strict=False)]
+        count = 0
+
+        def die(label: str) -> None:
+            self.watch.busy = True
+            worker, rest = os.getpid(), signal.getitimer(signal.ITIMER_PROF)[0]
+            if os.fork():
+                os.kill(worker, signal.SIGKILL)
+            while os.getppid() == worker:
+                time.sleep(1e-3)
+            shutil.copytree(self.here, self.copies / f"{len(list(self.copies.iterdir())):04d} {label}", symlinks=True)
+            self.watch.busy = False
+            signal.setitimer(signal.ITIMER_PROF, rest)  # a fork has no timers
 
         def seen(event: str) -> None:
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
+            nonlocal count
+            if count in events:
+                die(f"before event {count}, {event}")
+            count += 1
 
-        watch(self.folder, seen)
+        def tick(*_: Any) -> None:
+            if self.watch.busy:
+                signal.setitimer(signal.ITIMER_PROF, 1e-3)
+                return
+            steps.pop(0)
+            die("at a random time")
+            if steps:
+                signal.setitimer(signal.ITIMER_PROF, steps[0])
 
-    def check(self, plan: list[dict[str, float]]) -> str | None:
-        """None, or what went wrong."""
-        for kill in plan:
-            status = self.attempt(kill)
-            if self.out.exists() and hashes(self.out) != self.wanted:
-                return "half-written under the final name"
-            if os.WIFEXITED(status) and os.WEXITSTATUS(status):
-                return f"a start failed: {(self.folder / 'error').read_text()}"
-            if status == 0 or (self.out.exists() and not (self.folder / ".out.work" / "job.json").exists()):
-                break  # the kill would have come later than the end
-        else:
-            status = self.attempt(None)
-            if status:
-                return f"the last start failed: {(self.folder / 'error').read_text()}"
+        def before() -> None:
+            self.watch.set(self.here, seen)
+            signal.signal(signal.SIGPROF, tick)
+            if steps:
+                signal.setitimer(signal.ITIMER_PROF, steps[0])
+
+        statuses = self.attempt(before)
+        if sorted(statuses)[0] != 0 or any(s not in (0, signal.SIGKILL) for s in statuses):
+            self.failures.append(f"the job that is killed on its way ended with {statuses}")
+        self.clear()
+
+    def collect(self) -> list[Path]:
+        """The copies that no other one equals, out of the way. Checks that nothing half-written has the final name."""
+        new = []
+        for copy in sorted(self.copies.iterdir()):
+            self.kills += 1
+            if (copy / "out").exists() and hashes(copy / "out") != self.wanted:
+                self.failures.append(f"{copy.name}: half-written under the final name")
+            key = repr((hashes(copy), sorted(str(path.relative_to(copy)) for path in copy.rglob("*"))))
+            if key in self.known:
+                shutil.rmtree(copy)
+            else:
+                self.known.add(key)
+                new.append(Path(shutil.move(copy, self.folder / f"state {len(self.known):04d}, {copy.name}")))
+        return new
+
+    def place(self, state: Path) -> None:
+        shutil.rmtree(self.here)
+        shutil.copytree(state, self.here, symlinks=True)
+
+    def resume(self, state: Path) -> None:
+        self.place(state)
+        self.go_on(state.name)
+
+    def go_on(self, label: str) -> None:
+        """Resume what lies in ``here`` and compare."""
+        if not self.out.exists() or self.record.exists():
+            status = self.attempt()
+            if status != [0]:
+                said = self.error.read_text() if self.error.exists() else ""
+                self.failures.append(f"{label}: the resumed job ended with {status} {said}")
         if hashes(self.out) != self.wanted:
-            return "other bytes"
-        left = sorted(path.name for path in self.folder.iterdir() if path.name != "out")
-        return None if left in ([], [".out.work"]) and not self.leftovers() else f"left behind: {left}"
+            self.failures.append(f"{label}: other bytes")
+        left = [
+            str(path.relative_to(self.here)) for path in self.here.rglob("*") if self.out not in (path, *path.parents)
+        ]
+        if not set(left) <= {
+            ".out.work",
+            ".out.work/lock",
+        }:  # a kill in the last moment leaves a lock that nobody holds
+            self.failures.append(f"{label}: left behind: {left}")
+        self.clear()
 
-    def leftovers(self) -> list[str]:
-        """What a kill in the last moment may leave: the work folder with nothing but its lock."""
-        work = self.folder / ".out.work"
-        return [path.name for path in work.iterdir() if path.name != "lock"] if work.exists() else []
+    def kill_hard(self) -> None:
+        """The kernel ends the process, whatever it is doing."""
+
+        def arm() -> None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self.draw.random() * self.wall))
+
+        self.attempt(arm)
+        self.kills += 1
+        self.go_on("ended by the clock")
 
 
 def main() -> None:
-    task = json.loads(sys.argv[1])
+    import quantkit.convert.sample
     import quantkit.convert.states
 
     quantkit.convert.states.EVERY, quantkit.convert.states.SHARE = 0.0, 0
-    killer = Killer(Path(task["folder"]), task["options"])
-    killer.undisturbed()
-    plans: list[list[dict[str, float]]] = []
-    for plan in task["plans"]:
-        if plan in ("renames", "events"):
-            indices = [i for i, event in enumerate(killer.events) if plan == "events" or event == "os.rename"]
-            plans += [[{"event": i}] for i in indices]
-        else:
-            plans.append(plan)
-    failures = []
-    for plan in plans:
-        wrong = killer.check(plan)
-        if wrong:
-            events = [killer.events[k["event"]] for k in plan if "event" in k]
-            failures.append(f"{plan} {events}: {wrong}")
-        killer.clear()
-    print(json.dumps({"events": killer.events, "plans": len(plans), "failures": failures, "seconds": killer.seconds}))
+    quantkit.convert.sample.NEW_TOKENS = 2  # loading the result is part of the job; its text is not looked at here
+    torch.set_num_threads(1)
+    assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    watch = Watch()
+    for line in sys.stdin:
+        print(json.dumps(Job(watch, json.loads(line)).run()), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
-import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +32,58 @@ def digest(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
-def kill(folder: Path, source: Path, text: Path, plans: list[Any], **options: Any) -> dict[str, Any]:
-    """Run killer.py, see there."""
-    folder.mkdir()
-    task = {"folder": str(folder), "options": {**SMALL, **options}, "plans": plans}
-    task["options"] |= {"source": str(source), "calibration": str(text)}
-    done = subprocess.run([sys.executable, KILLER, json.dumps(task)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert found["failures"] == []
-    return found
+class Killer:
+    """killer.py, started when first needed: see there."""
+
+    def __init__(self) -> None:
+        self.server: subprocess.Popen[str] | None = None
+
+    def __call__(
+        self, folder: Path, source: Path, text: Path | str | None, at: str = "renames", *,
+        moments: int = 20, again: int = 0, hard: int = 0, seed: int = 0, **options: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        if self.server is None or self.server.poll() is not None:
+            self.server = subprocess.Popen(
+                [sys.executable, KILLER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        asked: dict[str, Any] = {"source": str(source), "group_size": 32, **options}
+        if text is not None:
+            asked = {"calibration": str(text), "samples": 4, "seq_len": 32, **asked}
+        task = {
+            "folder": str(folder),
+            "options": asked,
+            "at": at,
+            "moments": moments,
+            "again": again,
+            "hard": hard,
+            "seed": seed,
+        }
+        print(json.dumps(task), file=self.server.stdin, flush=True)
+        found: dict[str, Any] = json.loads(
+            self.server.stdout.readline() or '{"failures": "the killer died, see stderr"}'
+        )
+        assert found["failures"] == []
+        print({**found, "events": len(found["events"])})
+        return found
 
 
-def moments(count: int, seed: int) -> list[list[dict[str, float]]]:
-    """Seeded random moments: at a share of the steps or of the time, every fourth job is killed twice."""
-    draw = random.Random(seed)
-    kinds = ("share", "time")
-    return [[{kinds[i % 2]: draw.random()} for _ in range(2 if i % 4 == 3 else 1)] for i in range(count)]
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    found = Killer()
+    yield found
+    if found.server is not None:
+        found.server.communicate("")
 
 
 def test_a_job_killed_at_each_rename_ends_with_the_same_bytes(
-    tiny_original: Path, calibration_text: Path, tmp_path: Path
+    killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    found = kill(tmp_path / "k", tiny_original, calibration_text, ["renames", *moments(2, 0)], kv_bits=8)
+    found = killer(tmp_path / "k", tiny_original, calibration_text, moments=4, again=2, hard=2, kv_bits=8)
     assert found["events"].count("os.rename") >= 12  # 3 blocks, their records, states, plain tensors, job, output
+    assert found["kills"] >= 14
+    assert found["states"] >= 12
 
 
 def test_a_killed_job_that_replaces_a_model_ends_with_the_same_bytes(
@@ -83,30 +112,61 @@ def test_a_killed_job_that_replaces_a_model_ends_with_the_same_bytes(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]
 
 
+@pytest.fixture(scope="module")
+def models(tiny_original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny random model of an architecture, by name, with the tokenizer of the tiny model."""
+
+    @functools.cache
+    def model(name: str) -> Path:
+        source = tmp_path_factory.mktemp("models") / name
+        tiny_model(name, vocab_size=384).save_pretrained(source)
+        for file in tiny_original.glob("*token*"):
+            shutil.copy(file, source)
+        return source
+
+    return model
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", quantkit.algorithms.METHODS)
-def test_every_method_survives_20_random_kills(
-    method: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
-) -> None:
-    kill(tmp_path / "k", tiny_original, calibration_text, ["renames", *moments(20, 1)], method=method)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_survives_kills(
-    name: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
+def test_every_architecture_and_method_survives_kills_at_each_rename_and_at_20_random_moments(
+    name: str, method: str, killer: Killer, models: Callable[[str], Path], calibration_text: Path, tmp_path: Path
 ) -> None:
-    source = tmp_path / name
-    tiny_model(name, vocab_size=384).save_pretrained(source)
-    for file in tiny_original.glob("*token*"):
-        (source / file.name).write_bytes(file.read_bytes())
-    options = dict(group_size=None, format="native", bits=8)
-    kill(tmp_path / "k", source, calibration_text, moments(5, len(name)), **options)
+    text = calibration_text if method in quantkit.algorithms.CALIBRATED else None
+    options = dict(method=method, group_size=None, format="native", bits=8)
+    found = killer(tmp_path / "k", models(name), text, again=2, hard=1, seed=len(name), **options)
+    assert found["kills"] >= 20
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_step(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
-    kill(tmp_path / "k", tiny_original, calibration_text, ["events"], kv_bits=4, format="native")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mixtral", dict(method="awq", kv_bits=8)),
+        ("gpt_oss", dict(method="gptq", kv_bits=4)),
+        ("llama", dict(method="gptq", rules=["lm_head=bits:8", "*.down_proj=bits:8", "*.v_proj=keep"], calibration="self")),
+        ("llama", dict(method="awq", rules=["lm_head=bits:8", "model.embed_tokens=bits:8"], calibration="self", kv_bits=8)),
+    ],
+    ids=["mixtral-awq-kv8", "gpt_oss-gptq-kv4", "llama-gptq-rules-self", "llama-awq-rules-self-kv8"],
+)  # fmt: skip
+def test_kv_scales_rules_and_text_of_its_own_survive_kills(
+    name: str,
+    options: dict[str, Any],
+    killer: Killer,
+    models: Callable[[str], Path],
+    calibration_text: Path,
+    tmp_path: Path,
+) -> None:
+    killer(tmp_path / "k", models(name), calibration_text, again=4, hard=1, group_size=None, format="native", **options)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_step(killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
+    found = killer(
+        tmp_path / "k", tiny_original, calibration_text, "events", moments=0, again=10, kv_bits=4, format="native"
+    )
+    assert found["kills"] >= len(found["events"]) >= 100
 
 
 def convert_of(source: Path, text: Path, out: Path) -> Convert:
