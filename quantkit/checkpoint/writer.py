@@ -6,9 +6,11 @@ one part is ever held. Assembly streams tensor by tensor, so the disk holds the 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.core.host import size_text
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 
 SHARD_BYTES = 5 * 10**9  # the size that hubs and loaders are used to
@@ -271,7 +274,7 @@ def _bytes(tensor: Tensor) -> Any:
 
 
 class disk:  # noqa: N801  (reads as a statement)
-    """Turn a full or read-only disk into one clear error."""
+    """Turn a full, read-only or failing disk into one clear error: which disk, how much is free, what to do."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -280,8 +283,42 @@ class disk:  # noqa: N801  (reads as a statement)
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        full = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
-        if error is not None and full:
-            raise QuantkitError(
-                f"{self.folder.parent}: cannot write ({error}). Free some space, or choose another --out."
-            ) from error
+        number = _system_error(error)
+        if number is not None:
+            raise QuantkitError(_cannot_write(self.folder, number, error)) from error
+
+
+def _system_error(error: BaseException | None) -> int | None:
+    """The system's error number; 0 if there is none to be had; None if the system is not what failed. The libraries that
+    write for us raise errors of their own, with the number in the text."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, Exception) else None
+    if found:
+        return int(found[1])
+    return 0 if type(error).__name__ == "SafetensorError" else None
+
+
+def _cannot_write(folder: Path, number: int, error: BaseException | None) -> str:
+    place = _existing(folder)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        what = "the quota of this disk is used up" if number == errno.EDQUOT else "the disk is full"
+        free, mount = shutil.disk_usage(place).free, _mount(place)
+        return f"{folder}: {what}: {size_text(free)} are free on {mount}. Free some space there."
+    if number == errno.EFBIG:
+        return (
+            f"{folder}: a file has grown larger than is allowed here. Raise the limit (ulimit -f), or use another disk."
+        )
+    said = os.strerror(number) if number else str(error)
+    return f"{folder}: cannot write ({said}). Make it writable, or use a folder on another disk."
+
+
+def _existing(path: Path) -> Path:
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+
+
+def _mount(path: Path) -> Path:
+    """The root of the file system that holds ``path``: what `df` calls "mounted on"."""
+    path = path.resolve()
+    device = path.stat().st_dev
+    return [p for p in (path, *path.parents) if p.stat().st_dev == device][-1]

@@ -91,6 +91,7 @@ def fail(message: str, code: int, error: BaseException | None = None) -> None:
     """Print one message, and below it what was noted on the error (what a job left behind), then exit."""
     if _interrupted:  # whatever came of it
         message, code = INTERRUPTED, 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C twice gets the message, too
     message = "\n".join([message, *_notes(error)])
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
     sys.exit(code)

@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.convert.lint import lint_plan
 from quantkit.convert.plan import Plan
+from quantkit.core.host import size_text
 
 
 def describe(plan: Plan) -> str:
@@ -28,7 +29,7 @@ def describe(plan: Plan) -> str:
         lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
     lines += [
         f"  keeps     {len(plan.plain)} tensors unchanged",
-        f"  needs     host {_size(p.host)}, device {_size(p.device)}, disk {_size(p.disk)} while running; output {_size(p.output)}",
+        f"  needs     host {size_text(p.host)}, device {size_text(p.device)}, disk {size_text(p.disk)} while running; output {size_text(p.output)}",
     ]
     lines += [f"  loads in  {verdict.line()}" for verdict in lint_plan(plan)]
     lines.append(f"  works in  {o.work_folder} (finished blocks; a stopped job goes on with --resume)")
@@ -56,7 +57,3 @@ def _schemes(plan: Plan) -> dict[tuple[str, str], list[str]]:
     for t in plan.targets.values():
         found.setdefault((f"{t.out_features}x{t.in_features}", t.scheme.describe()), []).append(t.name)
     return found
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.{0 if size >= 1e7 else 1}f} MB"

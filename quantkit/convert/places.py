@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from quantkit.checkpoint.writer import check_output, partial_folder, read_record
 from quantkit.convert.memory import Prediction
 from quantkit.convert.options import ConvertOptions
+from quantkit.core.host import size_text
 from quantkit.errors import RequestError
 
 CHOICE = "Add --resume to go on with it, or --overwrite to start anew"
@@ -30,6 +33,30 @@ def check_places(options: ConvertOptions) -> None:
         raise RequestError(f"{folder}: holds an unfinished job for {options.out}. {CHOICE}.")
     check_output(options.out, options.overwrite)
     check_work_folder(folder, options)
+
+
+def refuse_busy(folder: Path) -> None:
+    """Raises RequestError if a process is working in the folder now: neither --resume nor --overwrite would do."""
+    try:
+        handle = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(busy(folder)) from None
+    finally:
+        os.close(handle)
+
+
+def busy(folder: Path) -> str:
+    return f"{folder}: another process is working on this job now. Wait for it, or choose another --out and --work-dir."
+
+
+def resumed_note(folder: Path, blocks: int) -> str:
+    """What a plan says about the job it goes on with."""
+    done = sum(1 for _ in (folder / "parts").glob("block-*.json"))
+    return f"going on with the job in {folder}: {done} of {blocks} blocks are done"
 
 
 def check_work_folder(folder: Path, options: ConvertOptions) -> None:
@@ -62,17 +89,26 @@ def check_room(options: ConvertOptions, need: Prediction) -> list[str]:
     beside = work if work.exists() else work.parent
     if not beside.exists():
         return []  # refused by ``check_places``
-    wanted = {out: need.disk} if _one_disk(out, beside) else {out: need.output, beside: need.work}
+    written = {out: _size(_partial(options)), beside: _size(work)} if options.resume else {}
+    if _one_disk(out, beside):
+        wanted, written = {out: need.disk}, {out: sum(written.values())}
+    else:
+        wanted = {out: need.output, beside: need.work}
     problems = []
     for place, size in wanted.items():
-        free = shutil.disk_usage(place).free + (_size(work) if options.resume else 0)
+        free = shutil.disk_usage(place).free + written.get(place, 0)
         if size > free:
-            option = "--out" if place == out else "--work-dir"
+            option = "an --out" if place == out else "a --work-dir"
             problems.append(
-                f"disk: {size / 1e9:.1f} GB are needed in {place}, {free / 1e9:.1f} GB are free. "
-                f"Choose {'an' if place == out else 'a'} {option} on another disk."
+                f"disk: {size_text(size)} are needed in {place}, {size_text(free)} are free. "
+                f"Free some space there, or choose {option} on another disk."
             )
     return problems
+
+
+def _partial(options: ConvertOptions) -> Path:
+    job = read_job(options.work_folder)
+    return partial_folder(options.out, job["token"] if job is not None else "none")
 
 
 def _one_disk(a: Path, b: Path) -> bool:

@@ -19,7 +19,7 @@ from quantkit.convert import selftext
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, Sizes, predict
 from quantkit.convert.options import ConvertOptions
-from quantkit.convert.places import check_places, check_room
+from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
 from quantkit.errors import QuantkitError, RequestError
@@ -82,6 +82,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     What makes planning itself impossible (no such source, unknown architecture) is raised; everything else is collected
     in ``Plan.problems``.
     """
+    refuse_busy(options.work_folder)
     check_places(options)
     source = open_source(options.source)
     refuse_same_place(options.out, source)
@@ -103,6 +104,8 @@ def make_plan(options: ConvertOptions) -> Plan:
         warnings.append(selftext.note(options, _whole(weights, options)))
     prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows))
     problems += check_room(options, prediction)
+    if options.resume:
+        warnings.insert(0, resumed_note(options.work_folder, len(blocks.modules)))
     behind = carried(source)[1]
     if behind:
         shown = ", ".join(behind[:5]) + (f" and {len(behind) - 5} more" if len(behind) > 5 else "")

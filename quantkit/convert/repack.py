@@ -32,7 +32,7 @@ from quantkit.convert.sample import TOO_LARGE, fallback, run_sample
 from quantkit.convert.structure import Structure, structure_of
 from quantkit.convert.targets import collapse
 from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
-from quantkit.core.host import current_rss, map_large_blocks, peak_rss, release_free_memory
+from quantkit.core.host import current_rss, map_large_blocks, peak_rss, release_free_memory, size_text
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError, UnsupportedModel
@@ -151,7 +151,8 @@ def plan_repack(ref: str | Path, out: Path, requested: Mapping[str, Any]) -> Rep
     free = shutil.disk_usage(out.parent).free
     if 2 * output > free:
         plan.problems.append(
-            f"disk: {2 * output / 1e9:.1f} GB are needed next to {out}, {free / 1e9:.1f} GB are free. Choose an --out on another disk."
+            f"disk: {size_text(2 * output)} are needed in {out.parent}, {size_text(free)} are free. Free some space there, or choose "
+            "an --out on another disk."
         )
     if reader.format == form.name:
         plan.warnings.append(f"the source is in {form.name} already: it is written anew")

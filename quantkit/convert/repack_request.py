@@ -31,6 +31,8 @@ def refuse_contradictions(
     for name, value in requested.items():
         if name in FREE or (value in (None, (), []) and name != "group_size"):
             continue
+        if name not in stored and value is False:  # a flag that is off asks for nothing
+            continue
         if name not in stored:
             raise RequestError(
                 f"{_flag(name, value)} has no effect: {path} is quantized already, and repacking it changes no code. Leave it out."

@@ -43,7 +43,7 @@ from quantkit.checkpoint.writer import (
 from quantkit.convert.block import BlockResult
 from quantkit.convert.folder import beside_sha256
 from quantkit.convert.options import ConvertOptions
-from quantkit.convert.places import check_places, read_job
+from quantkit.convert.places import busy, check_places, read_job
 from quantkit.convert.plan import Plan
 from quantkit.convert.report import LayerReport
 from quantkit.convert.states import StateStore
@@ -67,6 +67,7 @@ class Work:
         with disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.folder)
+        self._new = False
         try:
             self._job = self._open(o, identity)
             self.states = StateStore(self.folder)
@@ -74,6 +75,8 @@ class Work:
                 o.out, overwrite=o.overwrite, stem=plan.format.stem, kept=self.folder, token=self._job["token"]
             )
         except BaseException:
+            if self._new:  # nothing is done yet: the same command may simply be given again
+                _remove(self.folder)
             self.release()
             raise
 
@@ -85,12 +88,18 @@ class Work:
             differences = _differences(job["identity"], identity)
             if differences:
                 raise RequestError(
-                    f"{self.folder}: is the work folder of another job; {'; '.join(differences)}. "
-                    "Repeat the command of that job, or pass --overwrite instead of --resume to start anew."
+                    "\n".join(
+                        [
+                            f"{self.folder}: is the work folder of another job:",
+                            *(f"  - {difference}" for difference in differences),
+                            "Repeat the command of that job, or pass --overwrite instead of --resume to start anew.",
+                        ]
+                    )
                 )
             return job
         if (self.folder / "job.json").exists():
             _discard(self.folder)
+        self._new = True
         job = {"identity": identity, "token": secrets.token_hex(4), "finished": None}
         with disk(self.folder):
             write_record(self.folder / "job.json", job)
@@ -174,16 +183,36 @@ def job_of(plan: Plan) -> dict[str, Any]:
     return {**identity(plan), "beside_sha256": beside, "out": str(plan.options.out.resolve()), "cpu": cpu}
 
 
+WORDS = {
+    "source_sha256": "the source's weights and config (sha256)",
+    "beside_sha256": "the files beside the source's weights (sha256)",
+    "out": "--out",
+    "threads": "the number of threads (OMP_NUM_THREADS)",
+    "cpu": "the processor's instructions",
+    "quantkit_version": "the version of quantkit",
+    "options.rules": "--rule",
+    "calibration": "the calibration text",
+    "calibration.text": "--calibration",
+    "calibration.text_sha256": "the calibration text (sha256)",
+    "calibration.tokens_sha256": "the tokens drawn from the text (sha256)",
+    "calibration.bos": "whether each window starts with BOS",
+}
+
+
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """In words, where two records differ: ``threads: 2 there, 1 here``."""
+    """In words, where two records differ: ``--bits: 4 there, 8 here``."""
     if isinstance(there, dict) and isinstance(here, dict):
         keys = dict.fromkeys([*there, *here])
         return [d for k in keys for d in _differences(there.get(k), here.get(k), f"{name}.{k}" if name else k)]
-    return [] if there == here else [f"{name}: {_short(there)} there, {_short(here)} here"]
+    if there == here:
+        return []
+    kind, _, last = name.rpartition(".")
+    flag = {"options": f"--{last.replace('_', '-')}", "versions": f"the version of {last}"}.get(kind, name)
+    return [f"{WORDS.get(name, flag)}: {_short(there)} there, {_short(here)} here"]
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = "none" if value in (None, [], {}) else str(value)
     return text if len(text) <= 60 else f"{text[:12]}..."
 
 
@@ -217,9 +246,7 @@ def _lock(folder: Path) -> int:
                 return handle
         except BlockingIOError:
             os.close(handle)
-            raise RequestError(
-                f"{folder}: another process is working on this job. Wait for it, or choose another --work-dir."
-            ) from None
+            raise RequestError(busy(folder)) from None
         except FileNotFoundError:
             pass  # a job that just ended took the file away; make it anew
         os.close(handle)

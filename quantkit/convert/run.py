@@ -30,7 +30,7 @@ from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
 from quantkit.convert.sample import generate_sample
 from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
-from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
+from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
 from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
 from quantkit.errors import NumericsError, UnsupportedModel
 from quantkit.model.skeleton import block_linears
@@ -101,9 +101,10 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
         work.writer.commit()
         work.remove()
     except BaseException as error:
-        kept = work.leave(error)
-        if kept:  # Python prints these below a traceback, the command line below its message
-            error.__notes__ = [*getattr(error, "__notes__", []), kept]
+        with undisturbed():  # by a second Ctrl-C
+            kept = work.leave(error)
+            if kept:  # Python prints these below a traceback, the command line below its message
+                error.__notes__ = [*getattr(error, "__notes__", []), kept]
         raise
     report.seconds = time.perf_counter() - started
     report.peak_host_bytes = peak_rss()

@@ -1,11 +1,14 @@
-"""Memory, this process's and the machine's, as the operating system counts it."""
+"""Memory, this process's and the machine's, as the operating system counts it; interrupts, and sizes in words."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
@@ -56,3 +59,22 @@ def available_bytes() -> int:
     if limit.exists() and used.exists() and (most := limit.read_text(encoding="ascii").strip()) != "max":
         free = min(free, max(0, int(most) - int(used.read_text(encoding="ascii"))))
     return free
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Interrupts wait until the end of this: for tidying up, which is quick and must be whole."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def size_text(size: int) -> str:
+    """``1.23 GB``, ``45 MB``, ``6.7 MB``, ``8 kB``."""
+    if size >= 1e9:
+        return f"{size / 1e9:.2f} GB"
+    if size >= 1e6:
+        return f"{size / 1e6:.{0 if size >= 1e7 else 1}f} MB"
+    return f"{size / 1e3:.0f} kB"

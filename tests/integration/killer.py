@@ -1,4 +1,4 @@
-"""Kill conversions with SIGKILL at chosen moments, resume them, and compare the bytes. Started by test_resume.py.
+"""Kill conversions with SIGKILL at chosen moments, resume them, and compare the bytes. Started by test_kills.py.
 
 A server: one line of JSON in, one out, so that imports are paid once. A task is ``{"folder", "options", "at", "moments",
 "again", "hard", "seed"}``; the answer ``{"events", "kills", "states", "failures"}``.

@@ -2,88 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, tiny_model
 
 import quantkit
 from quantkit.convert import resume, run, states
 from quantkit.errors import NumericsError, QuantkitError, RequestError
 
-KILLER = Path(__file__).with_name("killer.py")
 SMALL = dict(samples=4, seq_len=32, group_size=32)
 Convert = Callable[..., Any]
 
 
 def digest(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
-
-
-class Killer:
-    """killer.py, started when first needed: see there."""
-
-    def __init__(self) -> None:
-        self.server: subprocess.Popen[str] | None = None
-
-    def __call__(
-        self, folder: Path, source: Path, text: Path | str | None, at: str = "renames", *,
-        moments: int = 20, again: int = 0, hard: int = 0, seed: int = 0, **options: Any,
-    ) -> dict[str, Any]:  # fmt: skip
-        if self.server is None or self.server.poll() is not None:
-            self.server = subprocess.Popen(
-                [sys.executable, KILLER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        asked: dict[str, Any] = {"source": str(source), "group_size": 32, **options}
-        if text is not None:
-            asked = {"calibration": str(text), "samples": 4, "seq_len": 32, **asked}
-        task = {
-            "folder": str(folder),
-            "options": asked,
-            "at": at,
-            "moments": moments,
-            "again": again,
-            "hard": hard,
-            "seed": seed,
-        }
-        print(json.dumps(task), file=self.server.stdin, flush=True)
-        found: dict[str, Any] = json.loads(
-            self.server.stdout.readline() or '{"failures": "the killer died, see stderr"}'
-        )
-        assert found["failures"] == []
-        print({**found, "events": len(found["events"])})
-        return found
-
-
-@pytest.fixture(scope="module")
-def killer() -> Iterator[Killer]:
-    found = Killer()
-    yield found
-    if found.server is not None:
-        found.server.communicate("")
-
-
-def test_a_job_killed_at_each_rename_ends_with_the_same_bytes(
-    killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path
-) -> None:
-    found = killer(tmp_path / "k", tiny_original, calibration_text, moments=4, again=2, hard=2, kv_bits=8)
-    assert found["events"].count("os.rename") >= 12  # 3 blocks, their records, states, plain tensors, job, output
-    assert found["kills"] >= 14
-    assert found["states"] >= 12
 
 
 def test_a_killed_job_that_replaces_a_model_ends_with_the_same_bytes(
@@ -110,63 +52,6 @@ def test_a_killed_job_that_replaces_a_model_ends_with_the_same_bytes(
     convert(resume=True, overwrite=True)
     assert digest(out) == wanted
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]
-
-
-@pytest.fixture(scope="module")
-def models(tiny_original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A tiny random model of an architecture, by name, with the tokenizer of the tiny model."""
-
-    @functools.cache
-    def model(name: str) -> Path:
-        source = tmp_path_factory.mktemp("models") / name
-        tiny_model(name, vocab_size=384).save_pretrained(source)
-        for file in tiny_original.glob("*token*"):
-            shutil.copy(file, source)
-        return source
-
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", quantkit.algorithms.METHODS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_and_method_survives_kills_at_each_rename_and_at_20_random_moments(
-    name: str, method: str, killer: Killer, models: Callable[[str], Path], calibration_text: Path, tmp_path: Path
-) -> None:
-    text = calibration_text if method in quantkit.algorithms.CALIBRATED else None
-    options = dict(method=method, group_size=None, format="native", bits=8)
-    found = killer(tmp_path / "k", models(name), text, again=2, hard=1, seed=len(name), **options)
-    assert found["kills"] >= 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("mixtral", dict(method="awq", kv_bits=8)),
-        ("gpt_oss", dict(method="gptq", kv_bits=4)),
-        ("llama", dict(method="gptq", rules=["lm_head=bits:8", "*.down_proj=bits:8", "*.v_proj=keep"], calibration="self")),
-        ("llama", dict(method="awq", rules=["lm_head=bits:8", "model.embed_tokens=bits:8"], calibration="self", kv_bits=8)),
-    ],
-    ids=["mixtral-awq-kv8", "gpt_oss-gptq-kv4", "llama-gptq-rules-self", "llama-awq-rules-self-kv8"],
-)  # fmt: skip
-def test_kv_scales_rules_and_text_of_its_own_survive_kills(
-    name: str,
-    options: dict[str, Any],
-    killer: Killer,
-    models: Callable[[str], Path],
-    calibration_text: Path,
-    tmp_path: Path,
-) -> None:
-    killer(tmp_path / "k", models(name), calibration_text, again=4, hard=1, group_size=None, format="native", **options)
-
-
-@pytest.mark.slow
-def test_a_kill_at_any_step(killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
-    found = killer(
-        tmp_path / "k", tiny_original, calibration_text, "events", moments=0, again=10, kv_bits=4, format="native"
-    )
-    assert found["kills"] >= len(found["events"]) >= 100
 
 
 def convert_of(source: Path, text: Path, out: Path) -> Convert:
@@ -271,22 +156,41 @@ def test_older_states_are_used_when_the_younger_ones_are_damaged(
     assert digest(tmp_path / "out") == wanted
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"bits": 8}, ["options.bits: 4 there, 8 here"]),
-        ({"samples": 3}, ["options.samples: 4 there, 3 here", "tokens_sha256"]),
-        ({"seed": 1, "damping": 0.1}, ["options.seed", "options.damping"]),
-    ],
-)
-def test_another_job_is_refused_and_the_difference_named(
-    change: dict[str, Any], words: list[str], stopped: tuple[Path, dict[str, str]], convert: Convert
+CHANGES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"bits": 8}, ["--bits: 4 there, 8 here"]),
+    ({"samples": 3}, ["--samples: 4 there, 3 here", "the tokens drawn from the text"]),
+    ({"seq_len": 16}, ["--seq-len: 32 there, 16 here", "the tokens drawn from the text"]),
+    ({"seed": 1, "damping": 0.1}, ["--seed: 0 there, 1 here", "--damping: 0.01 there, 0.1 here"]),
+    ({"method": "awq"}, ["--method: gptq there, awq here"]),
+    ({"group_size": None}, ["--group-size: 32 there, none here"]),
+    ({"symmetric": True}, ["--symmetric: False there, True here"]),
+    ({"scales": "minmax"}, ["--scales: search there, minmax here"]),
+    ({"scale_dtype": "bfloat16"}, ["--scale-dtype: float16 there, bfloat16 here"]),
+    ({"format": "native"}, ["--format: compressed-tensors there, native here"]),
+    ({"kv_bits": 8}, ["--kv-bits: 16 there, 8 here"]),
+    ({"rules": ["*.v_proj=bits:8"]}, ["--rule: none there, ['*.v_proj=bits:8'] here"]),
+    ({"calibration": "self"}, ["--calibration: ", "the calibration text (sha256)"]),
+]
+
+
+def test_another_job_is_refused_and_the_differences_named(
+    stopped: tuple[Path, dict[str, str]], convert: Convert, tmp_path: Path
 ) -> None:
     before = digest(stopped[0] / "parts")
-    with pytest.raises(RequestError, match="work folder of another job") as caught:
-        convert(resume=True, **change)
-    assert all(word in str(caught.value) for word in words)
+    for change, words in CHANGES:
+        with pytest.raises(RequestError, match="work folder of another job") as caught:
+            convert(resume=True, **change)
+        assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
     assert digest(stopped[0] / "parts") == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.work", "wanted"]
+
+
+def test_another_output_folder_is_refused(
+    stopped: tuple[Path, dict[str, str]], tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    convert = convert_of(tiny_original, calibration_text, tmp_path / "elsewhere")
+    with pytest.raises(RequestError, match=f"--out: {tmp_path / 'out'} there, {tmp_path / 'elsewhere'} here"[:60]):
+        convert(resume=True, work_dir=stopped[0])
 
 
 def test_another_number_of_threads_or_version_is_refused(
@@ -294,7 +198,9 @@ def test_another_number_of_threads_or_version_is_refused(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(resume, "__version__", "99")
-    with pytest.raises(RequestError, match=r"quantkit_version: .* there, 99 here.*threads: .* there, 77 here"):
+    with pytest.raises(
+        RequestError, match=r"(?s)version of quantkit: .* there, 99 here.*\(OMP_NUM_THREADS\): .* there, 77 here"
+    ):
         convert(resume=True)
 
 
@@ -308,14 +214,21 @@ def test_a_changed_source_or_text_is_refused(
     with pytest.raises(Stopped):
         convert()
     text.write_text("Another text. " * 500)
-    with pytest.raises(RequestError, match="text_sha256"):
+    with pytest.raises(RequestError, match="the calibration text"):
         convert(resume=True)
     text.write_bytes(calibration_text.read_bytes())
     weights = bytearray((tiny_model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (tiny_model / "model.safetensors").write_bytes(weights)
-    with pytest.raises(RequestError, match="source_sha256"):
+    with pytest.raises(RequestError, match="the source's weights"):
         convert(resume=True)
+    weights[-1] ^= 1
+    (tiny_model / "model.safetensors").write_bytes(weights)
+    (tiny_model / "LICENSE.txt").write_text("another one")
+    with pytest.raises(RequestError, match="the files beside the source's weights"):
+        convert(resume=True)
+    (tiny_model / "LICENSE.txt").unlink()
+    convert(resume=True)
 
 
 def test_a_job_that_waits_is_not_overrun(
@@ -331,8 +244,9 @@ def test_a_job_that_waits_is_not_overrun(
 def test_two_processes_do_not_work_in_one_folder(stopped: tuple[Path, dict[str, str]], convert: Convert) -> None:
     held = resume._lock(stopped[0])
     try:
-        with pytest.raises(RequestError, match="another process"):
-            convert(resume=True)
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(RequestError, match="another process is working"):
+                convert(**options)
     finally:
         os.close(held)
     convert(resume=True)
@@ -417,10 +331,8 @@ def test_an_interrupted_command_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("limit", [10_000, 25_000, 40_000, 60_000])
-def test_a_full_disk_stops_cleanly_and_the_job_goes_on_when_there_is_room(
-    limit: int, convert: Convert, tmp_path: Path
-) -> None:
-    """Files beyond ``limit`` bytes cannot be written (EFBIG is to us what ENOSPC is: an OSError from the system).
+def test_a_file_that_cannot_grow_stops_the_job_cleanly(limit: int, convert: Convert, tmp_path: Path) -> None:
+    """Files beyond ``limit`` bytes cannot be written. A really full disk: test_full_disk.py.
 
     10 kB is less than a block's part, 25 kB than the states, 40 kB than the plain tensors, 60 kB than the assembled file.
     """
@@ -431,7 +343,7 @@ def test_a_full_disk_stops_cleanly_and_the_job_goes_on_when_there_is_room(
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
-        with pytest.raises(QuantkitError, match=r"cannot write.*Free some space"):
+        with pytest.raises(QuantkitError, match=r"a file has grown larger than is allowed here"):
             convert()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
