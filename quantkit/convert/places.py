@@ -56,7 +56,7 @@ def busy(folder: Path) -> str:
 def resumed_note(folder: Path, blocks: int) -> str:
     """What a plan says about the job it goes on with."""
     done = sum(1 for _ in (folder / "parts").glob("block-*.json"))
-    return f"going on with the job in {folder}: {done} of {blocks} blocks are done"
+    return f"--resume: {folder} holds {done} of {blocks} blocks"
 
 
 def check_work_folder(folder: Path, options: ConvertOptions) -> None:

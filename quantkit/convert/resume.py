@@ -21,6 +21,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import secrets
 import shutil
 from dataclasses import asdict
@@ -212,8 +213,9 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
 
 
 def _short(value: Any) -> str:
+    """A value in a message; of a hash, the beginning."""
     text = "none" if value in (None, [], {}) else str(value)
-    return text if len(text) <= 60 else f"{text[:12]}..."
+    return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{64}", text) else text
 
 
 def _facts(result: BlockResult) -> dict[str, Any]:
