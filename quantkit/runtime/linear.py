@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor, nn
 
@@ -16,12 +19,27 @@ from quantkit.runtime.kernels.reference import (
     linear_dequantize,
     linear_reference,
 )
+from quantkit.runtime.kernels.triton_layout import TritonWeight, triton_fits
+
+
+def _on_triton(name: str) -> Kernel:
+    def kernel(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+        from quantkit.runtime.kernels import triton_linear  # Triton is imported when a GPU first needs it
+
+        chosen: Kernel = getattr(triton_linear, name)
+        return chosen(x, weight, bias)
+
+    return kernel
+
 
 KERNELS: dict[str, Kernel] = {
     "reference": linear_reference,
     "dequantize": linear_dequantize,
     "int4": linear_int4,
     "int8": linear_int8,
+    "triton": _on_triton("linear_triton"),
+    "triton-gemv": _on_triton("linear_gemv"),
+    "triton-gemm": _on_triton("linear_gemm"),
 }
 
 # layout -> (kernel for few tokens, number of tokens from which "dequantize" is faster). Measured on AVX2, one thread, torch
@@ -33,6 +51,8 @@ CROSSOVER: dict[str, tuple[str, int]] = {
     "int8": ("int8", 32),
     # no fused kernel takes these layouts (yet): 2048 x 5632 costs 15 to 30 ms a call, whatever the number of tokens
     "words": ("dequantize", 0),
+    # kernels/tiles.py decides by shape and device, dequantizing for many tokens included
+    "triton": ("triton", sys.maxsize),
     "blocks": ("dequantize", 0),
 }
 
@@ -46,14 +66,16 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
     if kernel is not None and kernel not in KERNELS:
         raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
     if isinstance(q, BlockTensor):
-        if kernel in ("int4", "int8"):
+        if kernel not in (None, "reference", "dequantize"):
             raise RequestError(
                 f"kernel={kernel!r} takes integer weights; this one is {q.kind}. Leave the kernel to quantkit."
             )
         return BlockWeight(q).to(device)
     can4 = device.type == "cpu" and int4_fits(q.scheme, *q.shape)
     can8 = device.type == "cpu" and int8_fits(q.scheme, *q.shape)
-    if (kernel == "int4" and not can4) or (kernel == "int8" and not can8):
+    gpu = device.type == "cuda" and find_spec("triton") is not None and triton_fits(q.scheme, q.shape[1])
+    triton = kernel is not None and kernel.startswith("triton")
+    if (kernel == "int4" and not can4) or (kernel == "int8" and not can8) or (triton and not gpu):
         raise RequestError(
             f"kernel={kernel!r} cannot take {q.scheme.describe()} over {list(q.shape)} on {device}. Leave the kernel to quantkit."
         )
@@ -61,6 +83,8 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
         return Int4Weight(q)
     if can8 and kernel in (None, "int8"):
         return Int8Weight(q)
+    if gpu:
+        return TritonWeight(q, device)
     return WordsWeight(q).to(device)
 
 

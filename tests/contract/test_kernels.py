@@ -15,6 +15,7 @@ from quantkit.runtime.kernels.reference import BlockWeight, WordsWeight, linear_
 from quantkit.runtime.linear import KERNELS, QuantLinear, choose, linear, pack
 
 CPU = torch.device("cpu")
+CPU_KERNELS = [name for name in KERNELS if not name.startswith("triton")]  # those have test_triton.py
 SHAPES = [(32, 64), (80, 320), (16, 576), (208, 192), (30, 70)]
 SCHEMES = [
     Scheme(bits, group, symmetric) for bits in (3, 4, 5, 8) for group in (32, 128, None) for symmetric in (True, False)
@@ -67,7 +68,7 @@ def test_every_kernel_agrees_with_the_reference(scheme: Scheme, shape: tuple[int
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17, 64, 300])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_any_number_of_tokens_strides_and_bias(kernel: str, bits: int, tokens: int) -> None:
     if kernel in ("int4", "int8") and kernel != f"int{bits}":
@@ -83,7 +84,7 @@ def test_any_number_of_tokens_strides_and_bias(kernel: str, bits: int, tokens: i
     assert linear(nested[:0], packed).shape == (0, 3, 96)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_bfloat16_activations_stay_within_their_rounding(kernel: str, bits: int) -> None:
     if kernel in ("int4", "int8") and kernel != f"int{bits}":

@@ -1,0 +1,177 @@
+"""Launchers of the Triton kernels: what each assumes is checked here, next to the call.
+
+Kernels of ``linear()``: ``linear_triton`` chooses by ``tiles.choose_tile``; ``linear_gemv`` and ``linear_gemm`` insist. For many
+tokens ``linear_dequantize`` (reference.py) runs on ``TritonWeight.columns``, which calls ``dequantize_rows`` on a GPU.
+
+Tolerance against the reference, x and y rounded to their dtype by u (2^-9 in bf16, 2^-12 in fp16): codes, zeros and scales are
+exact, products are exact in float32, so ``|error| <= u |y| + K 2^-24 sum |x_i| (|w_i| + carrier scale_i)``, carrier 0 on matrix
+units, 2056 for the gemv in bf16 and fp16; with ``scale_w`` weights are rounded twice: ``+ 2 u sum |x_i w_i|``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RequestError
+from quantkit.runtime.kernels.reference import PackedWeight, linear_dequantize
+from quantkit.runtime.kernels.tiles import Tile, choose_tile
+from quantkit.runtime.kernels.triton_dequant import dequantize_kernel
+from quantkit.runtime.kernels.triton_gemm import gemm_kernel
+from quantkit.runtime.kernels.triton_gemv import gemv_kernel
+from quantkit.runtime.kernels.triton_layout import TritonWeight
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton itself read it when the kernels were imported
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+_locks: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def linear_triton(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The kernel that the table of tiles names for this many tokens."""
+    return run(x, _own(weight), bias, choose_tile(_own(weight), x.shape[0], x.dtype))
+
+
+def linear_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The kernel for one token, once per token."""
+    tile = choose_tile(_own(weight), 1, x.dtype)
+    return run(x, _own(weight), bias, tile if tile.kernel == "gemv" else Tile("gemv", block_n=32))
+
+
+def linear_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """The kernel on matrix units. x: bf16 or fp16; float32 is computed by the gemv, exactly."""
+    if x.dtype == torch.float32:
+        return linear_gemv(x, weight, bias)
+    tile = choose_tile(_own(weight), x.shape[0], x.dtype)
+    return run(x, _own(weight), bias, tile if tile.kernel == "gemm" else Tile("gemm"))
+
+
+def run(x: Tensor, weight: TritonWeight, bias: Tensor | None, tile: Tile, activation: str = "") -> Tensor:
+    """One kernel with one tile. x ``[tokens, in]`` -> ``[tokens, out]``; with an activation (a ``pair`` weight's), ``[tokens, out / 2]``."""
+    if bool(activation) != bool(weight.pair) or (activation and activation not in ACTIVATIONS):
+        raise RequestError(
+            f"activation={activation!r}: a pair takes one of {', '.join(ACTIVATIONS)}, other weights take none."
+        )
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise RequestError(f"activations of {x.dtype}: the Triton kernels take bfloat16, float16 and float32.")
+    if tile.kernel == "dequantize" or (tile.kernel == "gemm" and x.dtype == torch.float32):
+        y = linear_dequantize(x, weight, bias)
+        return _activate(y, weight.pair, activation) if activation else y
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = x.new_empty(x.shape[0], weight.pair or weight.out_features)
+    rows = tile.block_n // 2 if weight.pair else tile.block_n
+    tiles_n = -(-(weight.pair or weight.out_features) // rows)
+    split = min(tile.split, weight.k_bricks)
+    gemm = tile.kernel == "gemm"
+    tiles_m = -(-x.shape[0] // tile.block_m) if gemm else x.shape[0]
+    work = _workspace(x, tiles_m * tiles_n, split, tile.block_n * (tile.block_m if gemm else 1))
+    arguments = {**_arguments(x, weight, bias, y, work, activation), "parts": split}
+    shared = {"SPLIT": split > 1, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    with torch.cuda.device_of(x):
+        if gemm:
+            gemm_kernel[(tiles_m * tiles_n, split)](
+                **arguments, **shared, BLOCK_M=tile.block_m, SCALE_W=tile.scale_w, ASM=not INTERPRETED, **options
+            )
+        else:
+            gemv_kernel[(tiles_n, split, tiles_m)](**arguments, **shared, EXACT=x.dtype == torch.float32, **options)
+    return y
+
+
+def linear_pair(x: Tensor, weight: TritonWeight, bias: Tensor | None, activation: str) -> Tensor:
+    """``activation(gate) * up`` of a weight that holds both, one above the other, in one kernel. x ``[..., in]`` -> ``[..., out / 2]``."""
+    flat = x.reshape(-1, weight.in_features)
+    if not flat.shape[0]:
+        return x.new_empty(*x.shape[:-1], weight.pair)
+    y = run(flat, weight, bias, choose_tile(weight, flat.shape[0], x.dtype), activation)
+    return y.view(*x.shape[:-1], weight.pair)
+
+
+def dequantize_rows(weight: TritonWeight, out: Tensor, *, start: int = 0, index: Tensor | None = None) -> Tensor:
+    """Rows ``start : start + len(out)``, or the rows of an int64 ``index [len(out)]``, into ``out [n, in_features]``; returns it."""
+    lookup = index is not None
+    block = 16 if not lookup else min(16, 1 << max(len(out) - 1, 0).bit_length())
+    with torch.cuda.device_of(out):
+        dequantize_kernel[(weight.k_bricks, -(-len(out) // block))](
+            weight.words,
+            weight.scales,
+            weight.zeros,
+            index if index is not None else weight.meta,
+            out,
+            start,
+            len(out),
+            weight.in_features,
+            weight.k_bricks,
+            weight.groups,
+            out.stride(0),
+            **_layout(weight),
+            LOOKUP=lookup,
+            BLOCK_R=block,
+            BF16=out.dtype == torch.bfloat16,
+            ASM=not INTERPRETED,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+def _own(weight: PackedWeight) -> TritonWeight:
+    assert isinstance(weight, TritonWeight)
+    return weight
+
+
+def _layout(weight: TritonWeight) -> dict[str, object]:
+    return {
+        "HELD": weight.held,
+        "WIDTH": weight.words.shape[-1],
+        "GROUP": weight.group,
+        "RECORD": weight.meta.shape[-1],
+        "ASYM": not weight.scheme.symmetric,
+        "EVEN": weight.in_features % weight.span == 0,
+    }
+
+
+def _arguments(
+    x: Tensor, weight: TritonWeight, bias: Tensor | None, y: Tensor, work: tuple[Tensor, Tensor], activation: str
+) -> dict[str, object]:
+    return {
+        "x": x,
+        "words": weight.words,
+        "scales": weight.scales,
+        "zeros": weight.zeros,
+        "bias": x if bias is None else bias,
+        "y": y,
+        "work": work[0],
+        "lock": work[1],
+        "M": x.shape[0],
+        "N": weight.out_features,
+        "K": weight.in_features,
+        "bricks": weight.k_bricks,
+        "groups": weight.groups,
+        "stride_x": x.stride(0),
+        "stride_y": y.stride(0),
+        **_layout(weight),
+        "FLUSH": weight.flush,
+        "BIAS": bias is not None,
+        "PAIR": weight.pair,
+        "ACT": activation,
+    }
+
+
+def _workspace(x: Tensor, tiles: int, split: int, size: int) -> tuple[Tensor, Tensor]:
+    """Partial sums, float32, and a zeroed counter per tile (kept per device and stream: every launch leaves zeros)."""
+    if split == 1:
+        return x, x  # not touched
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    lock = _locks.get((x.device, stream))
+    if lock is None or lock.numel() < tiles:
+        lock = _locks[x.device, stream] = torch.zeros(max(tiles, 1 << 16), dtype=torch.int32, device=x.device)
+    return torch.empty(tiles * split * size, dtype=torch.float32, device=x.device), lock
+
+
+def _activate(y: Tensor, pair: int, activation: str) -> Tensor:
+    gate, up = y[:, :pair], y[:, pair:]
+    if activation == "silu":
+        return torch.nn.functional.silu(gate).mul_(up)
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)

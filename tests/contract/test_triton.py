@@ -1,0 +1,112 @@
+"""Every Triton kernel agrees with the reference, in Triton's interpreter on the CPU.
+
+The interpreter is chosen when kernels are imported, and other tests compile them: so this file runs itself in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from triton_cases import INTERPRETED, ROUNDING, SCHEMES, SHAPES, TOKENS, check, inputs, quantized
+
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RequestError
+from quantkit.runtime.kernels.tiles import Tile
+from quantkit.runtime.kernels.triton_layout import TritonWeight, join_rows
+
+GEMM, SPLIT, GEMV = Tile("gemm", 64, 16), Tile("gemm", 32, 16, split=3), Tile("gemv", 32, split=2)
+
+if not INTERPRETED:
+
+    def test_in_the_interpreter() -> None:
+        pytest.importorskip("triton")
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout or "." in done.stdout
+
+else:
+
+    @pytest.mark.parametrize("index", range(len(SCHEMES)), ids=lambda index: SCHEMES[index].describe())
+    def test_kernels_agree_over_schemes_and_shapes(index: int) -> None:
+        scheme, shape = SCHEMES[index], SHAPES[index % len(SHAPES)]  # all pairs on a device: tests/gpu
+        q = quantized(scheme, shape)
+        packed = TritonWeight(q)
+        for tile in (GEMM, SPLIT, GEMV):
+            check(q, packed, inputs(2, shape[1], torch.bfloat16, "cpu"), tile)
+
+    @pytest.mark.parametrize("tokens", TOKENS)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_kernels_agree_over_tokens_and_dtypes(tokens: int, dtype: torch.dtype, bits: int) -> None:
+        q = quantized(Scheme(bits, 64, False), (70, 192))
+        bias = torch.randn(70, generator=torch.Generator().manual_seed(2)).to(dtype)
+        tiles = [GEMV, Tile("dequantize")] + (
+            [GEMM, Tile("gemm", 32, 16, scale_w=True)] if dtype != torch.float32 else []
+        )
+        for tile in tiles:
+            check(q, TritonWeight(q), inputs(tokens, 192, dtype, "cpu"), tile, bias)
+
+    def test_a_split_sum_is_the_same_every_time_and_leaves_its_counters_at_zero() -> None:
+        from quantkit.runtime.kernels import triton_linear
+
+        q = quantized(Scheme(4, 32), (64, 1024))
+        packed, x = TritonWeight(q), inputs(2, 1024, torch.bfloat16, "cpu")
+        first = triton_linear.run(x, packed, None, SPLIT)
+        assert torch.equal(first, triton_linear.run(x, packed, None, SPLIT))
+        assert all(not bool(lock.any()) for lock in triton_linear._locks.values())
+        assert triton_linear._locks
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+    @pytest.mark.parametrize("tile", [GEMM, GEMV, Tile("dequantize")], ids=lambda tile: tile.kernel)
+    def test_a_pair_is_activated_in_the_same_kernel(activation: str, tile: Tile) -> None:
+        from quantkit.runtime.kernels.triton_linear import run
+
+        q = join_rows([quantized(Scheme(4, 64, False), (64, 192), seed) for seed in (1, 2)])
+        x, bias = (
+            inputs(3, 192, torch.float16, "cpu"),
+            torch.randn(128, generator=torch.Generator().manual_seed(3)).half(),
+        )
+        both = x.double() @ q.dequantize().double().T + bias.double()
+        gate, up = both[:, :64], both[:, 64:]
+        expected = {
+            "silu": lambda: torch.nn.functional.silu(gate),
+            "gelu": lambda: torch.nn.functional.gelu(gate),
+            "gelu_tanh": lambda: torch.nn.functional.gelu(gate, approximate="tanh"),
+        }[activation]() * up
+        y = run(x, TritonWeight(q, pair=64), bias, tile, activation)
+        assert float((y.double() - expected).abs().max()) < 2e-3 * float(expected.abs().max())
+
+    def test_dequantized_and_looked_up_rows_are_those_of_the_reference() -> None:
+        from quantkit.runtime.kernels.triton_linear import dequantize_rows
+
+        for scheme in (Scheme(4, 64, False), Scheme(8, 64, False), Scheme(2, None)):
+            q = quantized(scheme, (70, 200))
+            packed, index = TritonWeight(q), torch.tensor([69, 3, 3])
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                expected = q.dequantize()
+                found = dequantize_rows(packed, torch.full((6, 200), float("nan"), dtype=dtype), start=64)
+                looked = dequantize_rows(packed, torch.full((3, 200), float("nan"), dtype=dtype), index=index)
+                for rows, wanted in ((found, expected[64:]), (looked, expected[index])):
+                    assert bool(((rows.float() - wanted).abs() <= ROUNDING[dtype] * wanted.abs()).all())
+
+    def test_what_the_kernels_do_not_take_is_refused() -> None:
+        from quantkit.runtime.kernels.triton_linear import run
+
+        q: QuantTensor = quantized(Scheme(4, 64), (64, 128))
+        with pytest.raises(RequestError, match="float64"):
+            run(torch.zeros(1, 128, dtype=torch.float64), TritonWeight(q), None, GEMM)
+        with pytest.raises(RequestError, match="other weights take none"):
+            run(torch.zeros(1, 128), TritonWeight(q), None, GEMV, "silu")

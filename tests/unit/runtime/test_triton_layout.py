@@ -1,0 +1,74 @@
+"""The layout of the Triton kernels holds every weight exactly, in about the bits it should take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.runtime.kernels.triton_layout import TritonWeight, brick_span, join_rows, triton_fits
+
+SCHEMES = [
+    Scheme(bits, group, symmetric, dtype)
+    for bits, dtype in ((2, "float16"), (3, "bfloat16"), (4, "float16"), (5, "float16"), (8, "bfloat16"))
+    for group in (32, 64, 96, 128, 256, None)
+    for symmetric in (True, False)
+]
+
+
+def quantized(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantTensor:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + (0.0 if scheme.symmetric else 0.7)
+    scales, zeros = affine.minmax_params(weight, scheme)
+    if zeros is not None:
+        zeros[0, 0], zeros[-1, -1] = scheme.levels, 0  # both ends of what is allowed
+    return QuantTensor(affine.quantize(weight, scales, zeros, scheme), scales, zeros, scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=Scheme.describe)
+@pytest.mark.parametrize("shape", [(64, 512), (30, 70), (130, 576), (1, 1000)], ids=str)
+def test_the_layout_gives_back_every_weight_exactly(scheme: Scheme, shape: tuple[int, int]) -> None:
+    q = quantized(scheme, shape)
+    packed = TritonWeight(q)
+    expected = q.dequantize()
+    assert torch.equal(packed.dequantize(), expected)
+    chosen = torch.tensor([shape[0] - 1, 0, shape[0] // 2])
+    assert torch.equal(packed.rows(chosen, torch.float32), expected[chosen])
+
+
+def test_a_word_holds_its_codes_as_drawn() -> None:
+    scheme = Scheme(4, None)
+    codes = torch.arange(64 * 128).remainder(16).to(torch.uint8).view(64, 128)
+    codes = (codes + torch.arange(64)[:, None].to(torch.uint8)) % 16
+    packed = TritonWeight(QuantTensor(codes, torch.ones(64, 1, dtype=torch.float16), None, scheme))
+    word = int(packed.words[0, 0, 5, 3])  # row 5, word 3 of 16
+    assert [(word >> 4 * plane) & 15 for plane in range(8)] == [int(codes[5, 16 * plane + 3]) for plane in range(8)]
+
+
+def test_groups_that_cross_planes_are_not_taken() -> None:
+    assert not triton_fits(Scheme(4, 40), 160)
+    assert triton_fits(Scheme(4, 40), 40)  # one group
+    with pytest.raises(ValueError, match="borders of bricks"):
+        TritonWeight(quantized(Scheme(4, 40), (8, 160)))
+
+
+def test_bricks_are_wide_where_little_is_padded() -> None:
+    assert brick_span(Scheme(4, 128), 4096) == 512
+    assert brick_span(Scheme(4, 128), 11008) == 512  # 2.3% of padding
+    assert brick_span(Scheme(4, 128), 576) == 128  # 640 instead of 1024
+    assert brick_span(Scheme(4, 32), 4096) == 256
+    assert brick_span(Scheme(8, 32), 4096) == 32
+    assert brick_span(Scheme(8, None), 4096) == 128
+    q = quantized(Scheme(4, 128, False), (128, 1024))
+    assert TritonWeight(q).nbytes() * 8 / q.codes.numel() == 4 + (16 + 8) / 128
+
+
+def test_rows_of_one_scheme_are_joined_and_others_refused() -> None:
+    one, two = quantized(Scheme(4, 64, False), (64, 128)), quantized(Scheme(4, 64, False), (64, 128), 1)
+    both = TritonWeight(join_rows([one, two]), pair=64)
+    assert torch.equal(both.dequantize(), torch.cat([one.dequantize(), two.dequantize()]))
+    with pytest.raises(ValueError, match="one scheme"):
+        join_rows([one, quantized(Scheme(4, 64), (64, 128))])
+    with pytest.raises(ValueError, match="pair=32"):
+        TritonWeight(join_rows([one, two]), pair=32)
