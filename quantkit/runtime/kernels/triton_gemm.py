@@ -6,7 +6,7 @@ The product is turned round, ``y.T = W x.T``: the weights are the left operand, 
 Per program: BLOCK_N rows of W, BLOCK_M tokens, one of ``parts`` ranges of K. A step reads one brick of 4-bit words (or of signed
 bytes), and for each plane the tile of x that meets it. Products of one group are summed apart in float32, then scaled into the
 sum: scales keep their full precision and cost 1/group of an operation a weight. ``SCALE_W`` scales the weights instead, in x's dtype
-(two more roundings of 2^-9 in bf16, 2^-11 in fp16): for many tokens, where a second accumulator would not fit into registers.
+(two more roundings of 2^-8 in bf16, 2^-11 in fp16): for many tokens, where a second accumulator would not fit into registers.
 
 PAIR: W holds two matrices (gate above up); a program takes BLOCK_N / 2 rows of each and writes ``act(gate) * up``.
 

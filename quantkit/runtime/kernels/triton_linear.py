@@ -3,7 +3,7 @@
 Kernels of ``linear()``: ``linear_triton`` chooses by ``tiles.choose_tile``; ``linear_gemv`` and ``linear_gemm`` insist. For many
 tokens ``linear_dequantize`` (reference.py) runs on ``TritonWeight.columns``, which calls ``dequantize_rows`` on a GPU.
 
-Tolerance against the reference, x and y rounded to their dtype by u (2^-9 in bf16, 2^-12 in fp16): codes, zeros and scales are
+Tolerance against the reference, x and y rounded to their dtype by u (2^-8 in bf16, 2^-11 in fp16): codes, zeros and scales are
 exact, products are exact in float32, so ``|error| <= u |y| + K 2^-24 sum |x_i| (|w_i| + carrier scale_i)``, carrier 0 on matrix
 units, 2056 for the gemv in bf16 and fp16; with ``scale_w`` weights are rounded twice: ``+ 2 u sum |x_i w_i|``.
 """

@@ -1,0 +1,349 @@
+"""Every GPU linear against torch.matmul in bf16, at the shapes of Llama-3 8B and 70B: one JSON, in one call of ten minutes.
+
+    python eval/kernels/gpu_linear.py --out results.json [--tune] [--tiles tiles.json] [--seconds 540] [--bits 4] [--rehearse]
+
+Times are medians of replayed CUDA graphs whose calls walk through copies of the weights that together are several times the
+cache, so every call reads its weight from memory and launches cost what they cost while decoding. GB/s counts the bytes of the
+stored weight, x and y once; its share is of a copy measured in the same run (reads and writes counted).
+``--tune`` tries tiles for each shape and number of tokens and writes the table that runtime/kernels/tiles.py reads, into the cache and to
+``--tiles``. Beside ours: tinygemm (``aten::_weight_int4pack_mm``), and bitsandbytes where it is installed. Cells are measured in the
+order of their weight in the targets; those that the time did not reach are listed, not left out silently.
+``--rehearse``: tiny shapes on a CPU, in Triton's interpreter; the numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from predict import SHAPES, TOKENS, weight_bytes
+from torch import Tensor
+
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.runtime.kernels import tiles
+from quantkit.runtime.kernels.tiles import Tile
+from quantkit.runtime.kernels.triton_layout import TritonWeight
+
+ROTATE = 3  # times the cache that the copies of a weight fill
+Call = Callable[[int], object]  # number of the copy -> result
+
+
+@dataclass
+class Bench:
+    """device, its cache in bytes, the measured copy in bytes a second, and when to stop."""
+
+    device: torch.device
+    cache: int
+    copy: float
+    deadline: float
+    rehearse: bool
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def median_us(bench: Bench, call: Call, copies: int, guess_us: float) -> float:
+    """Median microseconds of one call."""
+    if bench.rehearse:
+        start = time.perf_counter()
+        call(0)
+        return (time.perf_counter() - start) * 1e6
+    rounds = max(1, round(2000 / max(guess_us, 1.0) / copies)) * copies  # some 2 ms a replay
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(rounds):
+            call(number % copies)
+    graph.replay()
+    times = []
+    for _ in range(9):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / rounds)
+    return statistics.median(times)
+
+
+def measured_copy(device: torch.device, rehearse: bool) -> float:
+    """Bytes a second of a large copy on the device, reads and writes counted."""
+    if rehearse:
+        return 1e9
+    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    bench = Bench(device, 1, 1.0, 0.0, False)
+    return 2 * source.numel() / median_us(bench, lambda _: target.copy_(source), 1, 1000.0) * 1e6
+
+
+def random_weight(shape: tuple[int, int], scheme: Scheme, device: torch.device, seed: int = 0) -> QuantTensor:
+    """Random codes; zeros would be read faster than they are."""
+    generator = torch.Generator(device).manual_seed(seed)
+    groups = scheme.groups(shape[1])
+    codes = torch.randint(0, scheme.levels, shape, dtype=torch.uint8, device=device, generator=generator)
+    scales = (torch.rand(shape[0], groups, device=device, generator=generator) * 0.01 + 0.001).half()
+    zeros = torch.randint(0, scheme.levels, (shape[0], groups), device=device, generator=generator)
+    return QuantTensor(codes, scales, None if scheme.symmetric else zeros.to(torch.int16), scheme)
+
+
+def copies_of(bench: Bench, size: int) -> int:
+    return 1 if bench.rehearse else max(2, -(-ROTATE * bench.cache // size))
+
+
+def twins(weight: TritonWeight, count: int) -> list[TritonWeight]:
+    """Copies of a packed weight, each in memory of its own."""
+    found = [weight]
+    for _ in range(count - 1):
+        twin = object.__new__(TritonWeight)
+        twin.__dict__.update(weight.__dict__)
+        twin._buffers = {name: None if b is None else b.clone() for name, b in weight._buffers.items()}
+        found.append(twin)
+    return found
+
+
+def candidates(weight: TritonWeight, tokens: int, sms: int) -> Iterator[Tile]:
+    """Tiles worth measuring: enough programs to fill the device, not more than a few waves of split ones."""
+    rows = weight.out_features
+    if tokens <= 2:
+        for block_n in (16, 32, 64):
+            for split in (1, 2, 4, 8):
+                if split == 1 or rows // block_n * split <= 8 * sms:
+                    yield Tile("gemv", block_n, 1, split, 4, 4)
+        yield Tile("gemv", 32, 1, 1, 2, 4)
+        yield Tile("gemv", 64, 1, 1, 4, 2)
+    if tokens <= 1024:
+        block_m = min(max(16, tokens), 128)
+        for block_n, warps in ((32, 2), (64, 4), (128, 4), (128, 8)):
+            for split in (1, 2, 4, 8):
+                programs = rows // block_n * split * -(-tokens // block_m)
+                if split == 1 or (programs <= 4 * sms and weight.k_bricks >= 2 * split):
+                    for stages in (3, 4) if block_m <= 32 else (2, 3):
+                        yield Tile("gemm", block_n, block_m, split, warps, stages, scale_w=block_m >= 128)
+        if tokens >= 256:
+            yield Tile("gemm", 128, 256, 1, 8, 2, scale_w=True)
+            yield Tile("gemm", 64, 256, 1, 4, 2, scale_w=True)
+    if tokens >= 64:
+        yield Tile("dequantize")
+
+
+def ours(bench: Bench, weights: list[TritonWeight], x: Tensor, tile: Tile, guess_us: float) -> float:
+    from quantkit.runtime.kernels.triton_linear import run
+
+    return median_us(bench, lambda i: run(x, weights[i], None, tile), len(weights), guess_us)
+
+
+def tune(
+    bench: Bench, weights: list[TritonWeight], x: Tensor, guess_us: float, failed: list[str]
+) -> tuple[Tile, float]:
+    """The fastest candidate and its time. Tiles that the device refuses are noted in ``failed``."""
+    from triton.runtime.errors import OutOfResources
+
+    best: tuple[float, Tile] | None = None
+    for tile in candidates(weights[0], x.shape[0], tiles.processors(bench.device)):
+        if bench.left() < 0 and best is not None:
+            break
+        try:
+            spent = ours(bench, weights, x, tile, guess_us)
+        except OutOfResources as error:
+            failed.append(f"{tile}: {error}")
+            continue
+        if best is None or spent < best[0]:
+            best = spent, tile
+    assert best is not None
+    return best[1], best[0]
+
+
+def error_of(weight: TritonWeight, x: Tensor, tile: Tile) -> float:
+    """Relative error against float32, from one call."""
+    from quantkit.runtime.kernels.triton_linear import run
+
+    rows = slice(0, min(4096, weight.out_features))
+    expected = x.float() @ weight.columns(rows.start, rows.stop, torch.float32)
+    y = run(x, weight, None, tile)[:, rows].float()
+    return float((y - expected).norm() / expected.norm())
+
+
+def tinygemm(bench: Bench, q: QuantTensor, x: Tensor, count: int, guess_us: float) -> float | None:
+    """torch's own int4 kernel; None where it does not take the weight."""
+    if q.scheme.bits != 4 or bench.rehearse:
+        return None
+    byte = (q.codes[:, ::2] << 4 | q.codes[:, 1::2]).contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack(byte, 8)
+    zero = 8.0 if q.zeros is None else q.zeros.float()
+    both = torch.stack([q.scales.float(), (8 - zero) * q.scales.float()], -1).transpose(0, 1).contiguous().bfloat16()
+    copies = [(packed.clone(), both.clone()) for _ in range(count)]
+    group = q.scheme.width(q.shape[1])
+    return median_us(
+        bench, lambda i: torch.ops.aten._weight_int4pack_mm(x, copies[i][0], group, copies[i][1]), count, guess_us
+    )
+
+
+def bitsandbytes(bench: Bench, shape: tuple[int, int], x: Tensor, count: int, guess_us: float) -> float | None:
+    """NF4 of bitsandbytes, blocks of 64; None where it is not installed."""
+    try:
+        import bitsandbytes as bnb
+        from bitsandbytes.functional import quantize_4bit
+    except ImportError:
+        return None
+    if bench.rehearse:
+        return None
+    dense = torch.randn(shape, dtype=torch.bfloat16, device=bench.device)
+    copies = [quantize_4bit(dense, blocksize=64, quant_type="nf4") for _ in range(count)]
+    return median_us(bench, lambda i: bnb.matmul_4bit(x, copies[i][0].t(), copies[i][1]), count, guess_us)
+
+
+def cell(bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, tokens: list[int], options: argparse.Namespace,
+         table: dict[str, dict[str, Tile]], failed: list[str]) -> Iterator[dict[str, object]]:  # fmt: skip
+    """All rows of one layer."""
+    q = random_weight(shape, scheme, bench.device)
+    size = weight_bytes(*shape, 4 if scheme.bits <= 4 else 8, zeros=not scheme.symmetric)
+    weights = twins(TritonWeight(q, bench.device), copies_of(bench, size))
+    dense = [
+        torch.randn(shape, dtype=torch.bfloat16, device=bench.device)
+        for _ in range(copies_of(bench, shape[0] * shape[1] * 2))
+    ]
+    for count in tokens:
+        if bench.left() < 0:
+            failed.append(f"{layer}, {count} tokens: no time left")
+            continue
+        x = torch.randn(count, shape[1], dtype=torch.bfloat16, device=bench.device)
+        guess = max(size / 3e6, 2.0 * shape[0] * shape[1] * count / 500e6)
+        bf16 = median_us(bench, lambda i, x=x: torch.matmul(x, dense[i].T), len(dense), 4 * guess)
+        if options.tune:
+            tile, spent = tune(bench, weights, x, guess, failed)
+            table.setdefault(tiles.key(weights[0]), {})[str(tiles.bucket(count))] = tile
+        else:
+            tile = tiles.choose_tile(weights[0], count, x.dtype)
+            spent = ours(bench, weights, x, tile, guess)
+        moved = size + 2 * count * sum(shape)
+        row: dict[str, object] = {
+            "layer": layer,
+            "shape": list(shape),
+            "scheme": scheme.describe(),
+            "tokens": count,
+            "us": spent,
+            "tile": asdict(tile),
+            "error": error_of(weights[0], x, tile),
+            "gb_per_s": moved / spent / 1e3,
+            "share_of_copy": moved / spent * 1e6 / bench.copy,
+            "bf16_us": bf16,
+            "speedup": bf16 / spent,
+        }
+        if not options.tune and count <= 512:
+            for name, other in (
+                ("tinygemm_us", tinygemm(bench, q, x, len(weights), 2 * guess)),
+                ("bitsandbytes_us", bitsandbytes(bench, shape, x, len(weights), 2 * guess)),
+            ):
+                if other is not None:
+                    row[name] = other
+        yield row
+
+
+def compile_one(job: tuple[Scheme, int, Tile]) -> str | None:
+    """Compile (into Triton's cache on disk) what a tile needs, in a process of its own; what went wrong, or None."""
+    from quantkit.runtime.kernels.triton_linear import run
+
+    scheme, tokens, tile = job
+    device = torch.device("cuda")
+    weight = TritonWeight(random_weight((256, 4096), scheme, device), device)
+    try:
+        run(torch.randn(tokens, 4096, dtype=torch.bfloat16, device=device), weight, None, tile)
+        torch.cuda.synchronize()
+    except Exception as error:  # whatever it is, the measuring process meets it again and reports it
+        return f"{tile}: {type(error).__name__}: {error}"
+    return None
+
+
+def compile_all(scheme: Scheme, tokens: list[int], workers: int) -> int:
+    """Compile every candidate beforehand, on all cores; returns how many kernels there are."""
+    weight = TritonWeight(random_weight((8192, 8192), scheme, torch.device("cuda")))
+    jobs = {}
+    for count in tokens:
+        for tile in candidates(weight, count, 132):
+            kind = replace(tile, split=min(tile.split, 2))
+            jobs[kind] = (scheme, min(count, 32), kind)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, jobs.values()))
+    return len(jobs)
+
+
+def facts(device: torch.device, rehearse: bool) -> dict[str, object]:
+    import triton
+
+    return {
+        "device": "interpreter" if rehearse else torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "rehearsal": rehearse,
+    }
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tiles", type=Path, help="a table to use; with --tune, where to write it beside the cache")
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--symmetric", action="store_true")
+    parser.add_argument("--layers", nargs="*", help="only these")
+    parser.add_argument("--tokens", nargs="*", type=int)
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    parser.add_argument("--rehearse", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    start = time.monotonic()
+    options = parse(arguments)
+    rehearse: bool = options.rehearse
+    if rehearse and os.environ.get("TRITON_INTERPRET") != "1":
+        raise SystemExit("--rehearse runs in Triton's interpreter: set TRITON_INTERPRET=1")
+    device = torch.device("cpu" if rehearse else "cuda")
+    scheme = Scheme(options.bits, 128, options.symmetric)
+    shapes = {"tiny": (128, 512)} if rehearse else {n: s for n, s in SHAPES.items() if n in (options.layers or SHAPES)}
+    tokens = options.tokens or ([1, 4] if rehearse else list(TOKENS))
+    if options.tiles and not options.tune:
+        stored = json.loads(options.tiles.read_text())["tiles"]
+        tiles.override({layer: {count: Tile(**tile) for count, tile in rows.items()} for layer, rows in stored.items()})
+    compiled = compile_all(scheme, tokens, options.workers) if options.tune and not rehearse else 0
+    cache = 1 if rehearse else torch.cuda.get_device_properties(device).L2_cache_size
+    bench = Bench(device, cache, measured_copy(device, rehearse), start + options.seconds, rehearse)
+    result = {**facts(device, rehearse), "copy_gb_per_s": bench.copy / 1e9, "l2_bytes": cache, "compiled": compiled}
+    result["compile_seconds"] = time.monotonic() - start
+    rows: list[dict[str, object]] = []
+    failed: list[str] = []
+    table: dict[str, dict[str, Tile]] = {}
+    for layer, shape in shapes.items():
+        for row in cell(bench, layer, shape, scheme, tokens, options, table, failed):
+            rows.append(row)
+            print(
+                f"{layer:12} {row['tokens']:5} {row['us']:9.1f} us {row['share_of_copy']:6.1%} of copy, {row['speedup']:5.2f} x bf16, "
+                f"error {row['error']:.1e} {row['tile']['kernel']}",  # type: ignore[index]
+                flush=True,
+            )
+        options.out.write_text(json.dumps({**result, "rows": rows, "failed": failed}, indent=1) + "\n")
+    if options.tune:
+        name = str(result["device"])
+        path = tiles.save(name, table, result)
+        if options.tiles:
+            options.tiles.write_text(path.read_text())
+    print(f"{len(rows)} cells in {time.monotonic() - start:.0f} s, {len(failed)} notes: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Every Triton kernel compiles for sm_90 and sm_80 without a GPU, at the tiles that are used, and spills no registers.
+
+ptxas, which Triton carries, says how many registers, how much stack and shared memory each takes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+triton = pytest.importorskip("triton")
+
+POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "work": "*fp32", "lock": "*i32", "index": "*i64"}
+ALIGNED = ("x", "words", "scales", "zeros", "y", "out", "work", "lock", "stride_x", "stride_y", "stride_out")
+LAYOUT = {"HELD": 4, "WIDTH": 64, "GROUP": 128, "RECORD": 192, "ASYM": True, "EVEN": True}
+FUSED = {**LAYOUT, "FLUSH": 2, "BIAS": False, "PAIR": 0, "ACT": "", "SPLIT": True, "STAGES": 3}
+SHARED = {90: 227 << 10, 80: 163 << 10}  # bytes of shared memory a block may have
+
+
+def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtype: str = "bf16") -> dict[str, Any]:
+    """Registers, stack and spilled bytes, shared memory and machine code of a kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    kinds = {**POINTERS, **dict.fromkeys(("x", "y", "bias", "out"), f"*{dtype}")}
+    if constants["HELD"] == 8:
+        kinds.update(words="*i8", zeros="*i16")
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED if name in names},
+    )
+    options = {"num_warps": warps, "num_stages": constants.get("STAGES", 3), "enable_fp_fusion": True}
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage = _tool("cuobjdump", ["-res-usage"], result.asm["cubin"])
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    registers, stack, local = map(int, found.groups())
+    return {"registers": registers, "spilled": stack + local, "shared": result.metadata.shared, "asm": result.asm}
+
+
+def _tool(name: str, options: list[str], cubin: bytes) -> str:
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run([folder / name, *options, path], capture_output=True, text=True, check=True).stdout
+
+
+def check(result: dict[str, Any], arch: int) -> None:
+    assert result["spilled"] == 0, result["registers"]
+    assert result["registers"] <= 255
+    assert result["shared"] <= SHARED[arch]
+
+
+@pytest.mark.parametrize(
+    ("arch", "tile", "warps"),
+    [
+        pytest.param(90, {"BLOCK_N": 64, "BLOCK_M": 16, "SCALE_W": False}, 4, id="sm90-few"),
+        pytest.param(
+            90, {"BLOCK_N": 128, "BLOCK_M": 128, "SCALE_W": True}, 8, id="sm90-middle", marks=pytest.mark.slow
+        ),
+        pytest.param(80, {"BLOCK_N": 64, "BLOCK_M": 16, "SCALE_W": False}, 4, id="sm80-few"),
+        pytest.param(90, {"BLOCK_N": 128, "BLOCK_M": 64, "SCALE_W": False}, 8, id="sm90-64", marks=pytest.mark.slow),
+    ],
+)
+def test_the_matrix_kernel_compiles_without_spills(arch: int, tile: dict[str, Any], warps: int) -> None:
+    from quantkit.runtime.kernels.triton_gemm import gemm_kernel
+
+    result = compiled(gemm_kernel, {**FUSED, **tile, "ASM": True}, arch, warps)
+    check(result, arch)
+    ptx = result["asm"]["ptx"]
+    assert ("wgmma" in ptx) == (arch == 90)  # Hopper's own matrix instruction, weights from registers
+    assert "lop3.b32 t, t, 0x000f000f, 0x43004300" in ptx
+    assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)  # 16 bytes at a time, ahead of their use
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"HELD": 8, "WIDTH": 128, "RECORD": 256, "FLUSH": 1},
+        {"GROUP": 32, "WIDTH": 32, "FLUSH": 1},
+        {"PAIR": 14336, "ACT": "silu", "BIAS": True},
+        {"ASM": False, "BLOCK_M": 16, "EVEN": False, "STAGES": 2},
+    ],
+    ids=["8bit", "g32", "pair", "twin"],
+)
+def test_the_matrix_kernel_compiles_for_every_layout(more: dict[str, Any], dtype: str) -> None:
+    from quantkit.runtime.kernels.triton_gemm import gemm_kernel
+
+    constants = {**FUSED, "BLOCK_N": 64, "BLOCK_M": 16, "SCALE_W": False, "ASM": True, **more}
+    check(compiled(gemm_kernel, constants, 90, 4, dtype), 90)
+
+
+@pytest.mark.parametrize("held", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_vector_kernel_compiles_without_spills(held: int) -> None:
+    from quantkit.runtime.kernels.triton_gemv import gemv_kernel
+
+    eight = {"HELD": 8, "WIDTH": 128, "RECORD": 256, "FLUSH": 1} if held == 8 else {}
+    result = compiled(gemv_kernel, {**FUSED, **eight, "BLOCK_N": 32, "EXACT": False, "STAGES": 4}, 90, 4)
+    check(result, 90)
+    if held == 4:
+        assert "cvt.rn.f32.s32" not in result["asm"]["ptx"]  # codes become numbers where they stand
+
+
+def test_the_dequantizing_kernel_compiles_without_spills() -> None:
+    from quantkit.runtime.kernels.triton_dequant import dequantize_kernel
+
+    constants = {**LAYOUT, "LOOKUP": False, "BLOCK_R": 16, "BF16": True, "ASM": True}
+    result = compiled(dequantize_kernel, constants, 90, 4)
+    check(result, 90)
+    assert re.search(r"ld\.global[.\w]*\.v4\.b32", result["asm"]["ptx"])
