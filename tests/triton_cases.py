@@ -24,7 +24,7 @@ SCHEMES = [
     Scheme(6, 128, False, "bfloat16"),
 ]
 SHAPES = [(64, 512), (130, 200), (70, 576)]  # odd numbers of rows, K that is no whole number of bricks or groups
-TOKENS = [1, 3, 17]
+TOKENS = [1, 3, 17]  # one, fewer than a tile, one more than a tile
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # the interpreter cuts off where a device rounds to bf16: twice the error
 ROUNDING = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}

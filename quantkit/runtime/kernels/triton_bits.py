@@ -55,10 +55,11 @@ def plane(half, minus, PLACE: tl.constexpr, ASM: tl.constexpr):
     BF16: tl.constexpr = minus.dtype == tl.bfloat16
     if ASM:
         half, minus = tl.broadcast(half, minus)
-        if BF16:
-            text: tl.constexpr = _B0 if PLACE == 0 else (_B1 if PLACE == 1 else (_B2 if PLACE == 2 else _B3))
-        else:
-            text: tl.constexpr = _H0 if PLACE == 0 else (_H1 if PLACE == 1 else (_H2 if PLACE == 2 else _H3))
+        first: tl.constexpr = _B0 if BF16 else _H0
+        second: tl.constexpr = _B1 if BF16 else _H1
+        third: tl.constexpr = _B2 if BF16 else _H2
+        fourth: tl.constexpr = _B3 if BF16 else _H3
+        text: tl.constexpr = first if PLACE == 0 else (second if PLACE == 1 else (third if PLACE == 2 else fourth))
         value = tl.inline_asm_elementwise(text, "=r,r,r", [half, minus], dtype=minus.dtype, is_pure=True, pack=2)
     else:
         carrier = ((half >> (4 * PLACE)) & 15) | (0x4300 if BF16 else 0x6400)

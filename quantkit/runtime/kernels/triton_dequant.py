@@ -39,7 +39,9 @@ def dequantize_kernel(
         low, high = halves(raw)
     for number in tl.static_range(8 if HELD == 4 else 1):
         k0 = brick * (8 * WIDTH if HELD == 4 else WIDTH) + number * WIDTH
-        scale, minus = group_numbers(scales, zeros, block * groups, rows, k0, carrier, HELD, GROUP, RECORD, ASYM)
+        scale, minus = group_numbers(
+            scales, zeros, block * groups, rows, k0, groups, carrier, HELD, GROUP, RECORD, ASYM
+        )
         if HELD == 4:
             value = plane(low if number < 4 else high, minus, number % 4, ASM)
         else:

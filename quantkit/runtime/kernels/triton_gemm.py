@@ -38,13 +38,13 @@ def tile_of(pid, tiles_m, tiles_n):
 
 
 @triton.jit
-def group_numbers(scales, zeros, record, rows, k, dtype: tl.constexpr, HELD: tl.constexpr, GROUP: tl.constexpr,
+def group_numbers(scales, zeros, record, rows, k, groups, dtype: tl.constexpr, HELD: tl.constexpr, GROUP: tl.constexpr,
                   RECORD: tl.constexpr, ASYM: tl.constexpr):  # fmt: skip
     """Scale (float32) and what ``plane`` / ``signed_bytes`` must add (in ``dtype``, exact), ``[rows, 1]``, of the group at input k.
 
     record: ``row block * groups`` of each row. RECORD: bytes of a record.
     """
-    at = record + (k // GROUP if GROUP else 0)
+    at = record + (tl.minimum(k // GROUP, groups - 1) if GROUP else 0)  # padding of K has no group of its own
     scale = tl.load(scales + at * (RECORD // 2) + rows % 64).to(tl.float32)
     base: tl.constexpr = (128.0 if dtype == tl.bfloat16 else 1024.0) if HELD == 4 else 0.0
     if ASYM:
@@ -137,7 +137,7 @@ def gemm_kernel(
             low, high = halves(raw)
         for flush in tl.static_range(8 // FLUSH if HELD == 4 else 1):
             k0 = brick * (8 * WIDTH if HELD == 4 else WIDTH) + flush * FLUSH * WIDTH
-            scale, minus = group_numbers(scales, zeros, record, rows, k0, dtype, HELD, GROUP, RECORD, ASYM)
+            scale, minus = group_numbers(scales, zeros, record, rows, k0, groups, dtype, HELD, GROUP, RECORD, ASYM)
             one = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for index in tl.static_range(FLUSH):
                 k = k0 + index * WIDTH + inner

@@ -84,7 +84,7 @@ def gemv_kernel(
         raw = tl.load(w_at + brick * (64 * WIDTH), eviction_policy="evict_first")
         for flush in tl.static_range(8 // FLUSH if HELD == 4 else 1):
             k0 = brick * (8 * WIDTH if HELD == 4 else WIDTH) + flush * FLUSH * WIDTH
-            at = record + (k0 // GROUP if GROUP else 0)
+            at = record + (tl.minimum(k0 // GROUP, groups - 1) if GROUP else 0)  # padding of K has no group of its own
             scale = tl.load(scales + at * (RECORD // 2) + rows % 64).to(tl.float32)[:, None]
             zero = zero_of(zeros, at, rows, HELD, RECORD, ASYM)[:, None]
             one = tl.zeros((BLOCK_N, WIDTH), tl.float32)

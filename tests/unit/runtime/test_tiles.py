@@ -1,0 +1,81 @@
+"""The table of tiles: measured entries win, what cannot be read is refused, derived tiles fit what they are for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RequestError
+from quantkit.runtime.kernels import tiles
+from quantkit.runtime.kernels.tiles import Tile, bucket, choose_tile, derive, key
+from quantkit.runtime.kernels.triton_layout import TritonWeight
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    tiles.measured.cache_clear()
+    yield
+    tiles.override(None)
+    tiles.measured.cache_clear()
+
+
+def weight(rows: int, cols: int, scheme: Scheme | None = None, pair: int = 0) -> TritonWeight:
+    scheme = scheme or Scheme(4, 128)
+    scales = torch.ones(rows, scheme.groups(cols), dtype=torch.float16)
+    zeros = None if scheme.symmetric else torch.zeros(rows, scheme.groups(cols), dtype=torch.int16)
+    return TritonWeight(QuantTensor(torch.zeros(rows, cols, dtype=torch.uint8), scales, zeros, scheme), pair=pair)
+
+
+def test_an_override_wins_over_the_measured_table_and_that_over_the_derived_tile() -> None:
+    layer = weight(128, 256)
+    assert choose_tile(layer, 5, BF16) == derive(layer, 5, tiles.processors(torch.device("cpu")))
+    path = tiles.save("interpreter", {key(layer): {"8": Tile("gemm", 32, 16, stages=5)}}, {"torch": "x"})
+    assert json.loads(path.read_text())["torch"] == "x"
+    assert choose_tile(layer, 5, BF16).stages == 5
+    assert choose_tile(layer, 9, BF16).stages != 5  # 16 tokens are another row
+    tiles.override({key(layer): {"8": Tile("dequantize")}})
+    assert choose_tile(layer, 5, BF16) == Tile("dequantize")
+
+
+def test_a_damaged_table_is_refused_by_its_path() -> None:
+    path = tiles.save("interpreter", {}, {})
+    for text in (
+        "[",
+        '{"tiles": {"a": {"1": {"kernel": "gemm", "speed": 3}}}}',
+        '{"tiles": {"a": {"1": {"kernel": "x"}}}}',
+    ):
+        path.write_text(text)
+        tiles.measured.cache_clear()
+        with pytest.raises(RequestError):
+            choose_tile(weight(64, 128), 1, BF16)
+
+
+def test_layers_are_named_by_what_a_kernel_sees() -> None:
+    assert key(weight(192, 256)) == "192x256 4b g128 sym"
+    assert key(weight(128, 256, Scheme(8, None, False), pair=64)) == "64+64x256 8b gchannel asym"
+    assert [bucket(tokens) for tokens in (0, 1, 2, 3, 64, 65, 10**6)] == [1, 1, 2, 4, 64, 128, tiles.LARGEST]
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (576, 576), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 200, 4096])
+def test_derived_tiles_leave_no_part_of_k_empty(shape: tuple[int, int], tokens: int) -> None:
+    layer = weight(*shape)
+    tile = derive(layer, tokens, 132)
+    assert tile.split == 1 or layer.k_bricks >= 2 * tile.split
+    assert (tile.kernel == "gemv") == (tokens == 1)
+    assert tile.kernel != "gemm" or tile.block_m >= min(tokens, 128)
+
+
+def test_float32_never_goes_to_the_matrix_units() -> None:
+    assert {choose_tile(weight(64, 128), tokens, torch.float32).kernel for tokens in (1, 2, 16, 512)} == {
+        "gemv",
+        "dequantize",
+    }
