@@ -20,6 +20,7 @@ from quantkit.model.skeleton import Weights, build_skeleton, tied_parameters
 from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.linear import KERNELS, QuantLinear, pack
 from quantkit.runtime.model import Model
+from quantkit.runtime.siblings import join_siblings
 
 __all__ = ["Model", "load"]
 
@@ -53,6 +54,8 @@ def load(
     reader = QuantizedReader(source)
     module = build_skeleton(source.config, number)
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
+    if where.type == "cuda":
+        join_siblings(module, where)
     scales = read_kv_scales(source.path) if source.path.is_dir() else None
     scheme = requested or (scales.scheme if scales is not None else KVScheme())
     if scales is not None and scheme.bits == scales.scheme.bits:

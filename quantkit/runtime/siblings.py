@@ -1,0 +1,132 @@
+"""Linears that read the same tensor (q, k, v; gate, up) as one matrix: fewer launches, larger matrices. For GPUs.
+
+Which they are is found by watching one token run, not by names: linears of one parent that are called with the very same tensor, one
+after the other, whose weights have one layout and one scheme. The model's code stays as it is: the first sibling that is called computes for
+all, the others find their columns waiting. A sibling that is called with another tensor computes again, so the result never depends
+on the order of calls.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.runtime.kernels.reference import PackedWeight, WordsWeight
+from quantkit.runtime.kernels.triton_layout import ROWS, TritonWeight
+from quantkit.runtime.linear import KERNELS, QuantLinear, linear
+
+
+class Siblings:
+    """One weight for several linears. splits: the rows of each. bias: ``[all rows]`` or None."""
+
+    def __init__(self, weight: PackedWeight, splits: list[int], bias: Tensor | None) -> None:
+        self.weight, self.splits, self.bias = weight, splits, bias
+        self._input: Tensor | None = None
+        self._version = 0
+        self._waiting: dict[int, Tensor] = {}
+
+    def take(self, index: int, x: Tensor, kernel: str | None) -> Tensor:
+        """The columns of one linear, ``[..., splits[index]]``."""
+        # in inference mode tensors count no versions; they are not changed there between siblings, which read them only
+        version = 0 if x.is_inference() else x._version
+        if self._input is not x or self._version != version or index not in self._waiting:
+            y = linear(x, self.weight, self.bias, kernel=KERNELS[kernel] if kernel else None)
+            self._waiting = dict(enumerate(y.split(self.splits, dim=-1)))
+            self._input, self._version = x, version
+        found = self._waiting.pop(index)
+        if not self._waiting:
+            self._input = None  # nothing is kept alive between steps
+        return found
+
+
+class SiblingLinear(QuantLinear):
+    """Takes the place of one of several linears that share ``Siblings``."""
+
+    def __init__(self, siblings: Siblings, index: int, kernel: str | None) -> None:
+        super().__init__(siblings.weight, None, kernel)
+        self.siblings, self.index = siblings, index
+        self.first = sum(siblings.splits[:index])
+        self.out_features = siblings.splits[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.siblings.take(self.index, x, self.kernel)
+
+    def dequantize(self) -> Tensor:
+        return self.packed.dequantize()[self.first : self.first + self.out_features]
+
+
+def join_siblings(module: Any, device: torch.device) -> list[list[str]]:
+    """Replace what can be joined, in place; returns the names of each group, in the order of their calls."""
+    joined = []
+    for names in find_siblings(module, device):
+        linears = [module.get_submodule(name) for name in names]
+        weight = join_weights([layer.packed for layer in linears])
+        if weight is None:
+            continue
+        splits = [layer.out_features for layer in linears]
+        together = Siblings(weight, splits, _join_biases(linears))
+        for index, name in enumerate(names):
+            parent, _, local = name.rpartition(".")
+            setattr(module.get_submodule(parent), local, SiblingLinear(together, index, linears[index].kernel))
+        joined.append(names)
+    return joined
+
+
+@torch.inference_mode()
+def find_siblings(module: Any, device: torch.device) -> list[list[str]]:
+    """Groups of two or more packed linears of one parent that one token's run calls with the same tensor, in a row."""
+    calls: list[tuple[str, Tensor]] = []  # tensors are kept, so that none takes the place of another
+    names = {id(layer): name for name, layer in module.named_modules() if type(layer) is QuantLinear}
+    if not names:
+        return []
+
+    def record(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        calls.append((names[id(layer)], inputs[0]))
+
+    hooks = [module.get_submodule(name).register_forward_pre_hook(record) for name in names.values()]
+    try:
+        module.base_model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups: list[list[str]] = []
+    last: Tensor | None = None
+    for name, x in calls:
+        if x is last and name.rpartition(".")[0] == groups[-1][0].rpartition(".")[0]:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+        last = x
+    seen = [name for name, _ in calls]
+    return [group for group in groups if len(group) > 1 and all(seen.count(name) == 1 for name in group)]
+
+
+def join_weights(weights: list[PackedWeight]) -> PackedWeight | None:
+    """One above the other, without packing again; None if layouts, schemes or borders do not allow it."""
+    first = weights[0]
+    if any(type(w) is not type(first) or w.in_features != first.in_features for w in weights):
+        return None
+    if not isinstance(first, (TritonWeight, WordsWeight)):
+        return None
+    if any(getattr(w, "scheme", None) != first.scheme for w in weights):
+        return None
+    if isinstance(first, TritonWeight) and any(w.out_features % ROWS for w in weights[:-1]):
+        return None  # a brick would hold rows of two
+    together = copy.copy(first)
+    together.out_features = sum(w.out_features for w in weights)
+    together._buffers = {
+        name: None if buffer is None else torch.cat([w.get_buffer(name) for w in weights])
+        for name, buffer in first._buffers.items()
+    }
+    return together
+
+
+def _join_biases(linears: list[Any]) -> Tensor | None:
+    present = [layer.bias for layer in linears if layer.bias is not None]
+    if not present:
+        return None
+    parts = [present[0].new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
+    return torch.cat([part.detach() for part in parts])
