@@ -60,13 +60,15 @@ def group_numbers(scales, zeros, record, rows, k, groups, dtype: tl.constexpr, H
 @triton.jit
 def activate(gate, up, ACT: tl.constexpr):
     """``act(gate) * up`` in float32."""
+    # -80: below, a sigmoid is less than 2e-35 and its exp would soon overflow; a NaN comes back by the product with gate
     if ACT == "silu":
-        value = gate * tl.sigmoid(gate)
+        value = gate * tl.sigmoid(tl.maximum(gate, -80.0))
     elif ACT == "gelu":
         value = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:  # gelu_tanh: tanh(a) = 2 sigmoid(2 a) - 1
         tl.static_assert(ACT == "gelu_tanh")
-        value = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        value = gate * tl.sigmoid(tl.maximum(argument, -80.0))
     return value * up
 
 
