@@ -51,13 +51,18 @@ def run_sample(folder: Path, ids: list[int], tokenizer: Any, out: str, remedy: s
         model = load(folder, device="cpu")
     except UnsupportedModel as error:
         return f"no sample was generated: {error}"
+    from quantkit.runtime.attention import transformers_cache
+
     tokens: list[int] = []
+    cache, fed = transformers_cache(model.new_cache(len(ids) + NEW_TOKENS)), ids
     while len(tokens) < NEW_TOKENS:
-        logits = model(torch.tensor([[*ids, *tokens]]))
+        with torch.inference_mode():
+            logits = model.head(model.step(torch.tensor([fed]), cache))
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError(
                 f"{out}: the quantized model gives logits that are not finite. Evaluate the source with `quantkit eval`; "
                 f"if that is sound, {remedy}."
             )
-        tokens.append(int(logits[0, -1].argmax()))
+        fed = [int(logits[0, -1].argmax())]
+        tokens += fed
     return {"prompt": tokenizer.decode(ids), "text": tokenizer.decode(tokens)}
