@@ -19,8 +19,8 @@ CUDA = torch.device("cuda")
 TILES = [
     Tile("gemm", 64, 16),
     Tile("gemm", 32, 16, split=3),
-    Tile("gemm", 128, 64, split=2, warps=8),
-    Tile("gemm", 128, 128, warps=8, scale_w=True),
+    Tile("gemm", 64, 64, split=2, stages=2),
+    Tile("gemm", 128, 64, warps=8, stages=2, scale_w=True),
     Tile("gemv", 32, split=2),
     Tile("dequantize"),
 ]

@@ -133,10 +133,10 @@ def derive(weight: TritonWeight, tokens: int, sms: int) -> Tile:
         return Tile("gemm", 64, 16, _split(weight, 64, 2 * sms), 4, 4)
     if tokens <= 32:
         return Tile("gemm", 64, 32, _split(weight, 64, 2 * sms), 4, 3)
+    # a stage holds the x of a whole brick, 512 inputs: 64 tokens and two stages are what shared memory and registers hold
     if tokens <= 64:
-        return Tile("gemm", 128, 64, _split(weight, 128, sms), 8, 3)
-    tiles_m = -(-tokens // 128)
-    return Tile("gemm", 128, 128, max(1, _split(weight, 128, sms) // tiles_m), 8, 3, scale_w=True)
+        return Tile("gemm", 64, 64, _split(weight, 64, sms), 8, 2)  # with 4 warps sm_80 spills
+    return Tile("gemm", 128, 64, max(1, _split(weight, 128, sms) * 64 // tokens), 8, 2, scale_w=True)
 
 
 def _split(weight: TritonWeight, block_n: int, programs: int) -> int:

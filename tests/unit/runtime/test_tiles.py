@@ -71,7 +71,7 @@ def test_derived_tiles_leave_no_part_of_k_empty(shape: tuple[int, int], tokens: 
     tile = derive(layer, tokens, 132)
     assert tile.split == 1 or layer.k_bricks >= 2 * tile.split
     assert (tile.kernel == "gemv") == (tokens == 1)
-    assert tile.kernel != "gemm" or tile.block_m >= min(tokens, 128)
+    assert tile.kernel != "gemm" or tile.block_m >= min(tokens, 64)
 
 
 def test_float32_never_goes_to_the_matrix_units() -> None:
