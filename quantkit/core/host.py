@@ -14,8 +14,20 @@ from pathlib import Path
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
-def peak_rss() -> int:
-    """Largest resident size of this process so far, in bytes, libraries included."""
+def restart_peak() -> bool:
+    """Let ``peak_rss(since_restart=True)`` count from now on. False where the system cannot (Linux can)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the peak resident size
+    except OSError:
+        return False
+    return True
+
+
+def peak_rss(*, since_restart: bool = False) -> int:
+    """Largest resident size of this process so far, in bytes, libraries included; or since ``restart_peak``."""
+    if since_restart:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux, bytes on macOS
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
 

@@ -158,6 +158,15 @@ class Model:
         token = len(self._specs) * self.kv_scheme.bytes_per_token(heads, head_dim, self.dtype)
         return {"quantized": packed, "dense": sum(tensors.values()) - packed, "kv_per_token": token}
 
+    def layouts(self) -> dict[str, int]:
+        """Layers by the layout of their packed weight: ``{"int4": 210}``."""
+        found = [m.packed.layout for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))]
+        return {name: found.count(name) for name in dict.fromkeys(found)}
+
+    def windows(self) -> list[int | None]:
+        """Sliding window of each layer in tokens, None for full attention."""
+        return [spec.window for spec in self._specs]
+
     def _run(
         self,
         prompts: Sequence[str | Messages],

@@ -1,0 +1,40 @@
+"""``quantkit bench MODEL``"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from quantkit.cli.main import print_json
+from quantkit.cli.progress import bar
+
+
+@click.command()
+@click.argument("model")
+@click.option("--batch", default="1", show_default=True, metavar="N,N", help="Sequences at once; commas make a grid.")
+@click.option(
+    "--prompt", default="128", show_default=True, metavar="N,N", help="Tokens of the prompt; commas make a grid."
+)
+@click.option("--new-tokens", type=int, default=64, show_default=True, help="Tokens of each answer.")
+@click.option(
+    "--repeat", type=int, default=3, show_default=True, help="Runs of each cell, after one that is not counted."
+)
+@click.option("--threads", type=int, help="CPU threads.  [default: what torch takes]")
+@click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu or cuda.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
+@click.option("--kv-bits", type=int, help="16, or what the checkpoint was calibrated for.  [default: the latter]")
+@click.option("--kernel", metavar="NAME", help="One kernel for every layer.  [default: the measured choice]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def command(model: str, as_json: bool, **given: Any) -> None:
+    """Time MODEL: first token, tokens/s, bytes read per token and the share of the memory's bandwidth that is reached.
+
+    Prompts are random tokens; decoding is greedy, through the engine that `quantkit generate` uses.
+    """
+    from quantkit.evaluate.speed import bench
+
+    with bar() as progress:
+        speed = bench(model, progress=progress, **given)
+    print_json(speed.to_json()) if as_json else click.echo(speed.table(color=sys.stdout.isatty()))

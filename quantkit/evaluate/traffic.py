@@ -1,0 +1,148 @@
+"""What a decode step must read, what a model keeps in memory, and how fast this machine's memory is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.runtime.embedding import QuantEmbedding
+from quantkit.runtime.kernels.reference import PackedWeight
+
+if TYPE_CHECKING:
+    from quantkit.runtime.model import Model
+
+STREAM_BYTES = 256 << 20  # beyond every last-level cache that a decoding process has for itself
+SIDE = (
+    "scale",
+    "zero",
+    "shift",
+    "one",
+)  # buffers of a packed weight that are no codes, by the beginning of their names
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Bytes per second of the device's memory, best of several runs over 256 MiB. read: a sum of float32 (0 where it was not
+    measured). copy: read and write counted."""
+
+    read: float
+    copy: float
+
+    @property
+    def best(self) -> float:
+        """What a kernel that only reads can hope for."""
+        return max(self.read, self.copy)
+
+
+def measure_bandwidth(device: torch.device, seconds: float = 0.5) -> Bandwidth:
+    """STREAM-like, with the threads torch has. On a GPU the copy alone is measured: a sum there is bound by its own launches."""
+    source = torch.ones(STREAM_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * STREAM_BYTES / _best(lambda: target.copy_(source), device, seconds)
+    read = 0.0 if device.type == "cuda" else STREAM_BYTES / _best(source.sum, device, seconds)
+    return Bandwidth(read, copy)
+
+
+def _best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
+    best, spent, count = float("inf"), 0.0, 0
+    while count < 4 or spent < seconds:
+        wait(device)
+        start = time.perf_counter()
+        run()
+        wait(device)
+        elapsed = time.perf_counter() - start
+        best, spent, count = min(best, elapsed), spent + elapsed, count + 1
+    return best
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of a loaded model. codes: integer weights (whole blocks for foreign formats). scales: scales, zeros and what
+    a layout derives from them. dense: everything in the run-time dtype or 16 bit. kv_per_token: all layers, one sequence."""
+
+    codes: int
+    scales: int
+    dense: int
+    kv_per_token: int
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def held(model: Model) -> Held:
+    """Memory of the weights by class; a tied matrix counts once."""
+    packed = {id(m): m for m in model.module.modules() if isinstance(m, PackedWeight)}
+    side = sum(
+        buffer.nbytes for weight in packed.values() for name, buffer in weight.named_buffers() if name.startswith(SIDE)
+    )
+    memory = model.memory()
+    return Held(memory["quantized"] - side, side, memory["dense"], memory["kv_per_token"])
+
+
+def weight_bytes_per_step(model: Model, batch: int) -> int:
+    """Bytes of weights that a decode step of ``batch`` sequences reads: every tensor once, of an embedding that is no head
+    only the rows looked up, of a mixture's experts the share that ``batch`` tokens can reach at most."""
+    seen: set[int] = set()
+    total = 0.0
+    share = _expert_share(model.module.config, batch)
+    lookups = _lookups(model.module)
+    for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
+        if tensor.data_ptr() in seen or tensor.data_ptr() in lookups:
+            continue
+        seen.add(tensor.data_ptr())
+        total += tensor.nbytes * (share if ".experts." in name else 1.0)
+    return int(total) + batch * _row_bytes(lookups)
+
+
+def _expert_share(config: Any, batch: int) -> float:
+    count = next((int(getattr(config, key)) for key in EXPERT_COUNTS if getattr(config, key, None)), 0)
+    chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
+    return min(1.0, batch * chosen / count) if count and chosen else 1.0
+
+
+def _lookups(module: Any) -> dict[int, tuple[int, int]]:
+    """Tensors that only an embedding uses: address -> (bytes, rows)."""
+    heads = {t.data_ptr() for m in module.modules() if not _embeds(m) for t in _own(m)}
+    found = {}
+    for owner in module.modules():
+        if _embeds(owner):
+            tables = [t for t in _own(owner) if t.dim() > 1]  # not the factor that gemma multiplies by
+            found.update({t.data_ptr(): (t.nbytes, int(owner.num_embeddings)) for t in tables})
+    return {address: size for address, size in found.items() if address not in heads}
+
+
+def _row_bytes(lookups: dict[int, tuple[int, int]]) -> int:
+    """Bytes of one row of each of these embeddings."""
+    return sum(size // rows for size, rows in lookups.values())
+
+
+def _embeds(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, QuantEmbedding))
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    """Tensors a module computes with: its own, and those of a packed weight it holds (shared with the head when tied)."""
+    if isinstance(module, PackedWeight):
+        return []  # counted at its owner
+    packed = getattr(module, "packed", None)
+    own: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return own + (list(packed.buffers()) if isinstance(packed, PackedWeight) else [])
+
+
+def kv_bytes_per_step(model: Model, cached: float, batch: int) -> int:
+    """Bytes of keys and values that a step over ``cached`` tokens a sequence reads; sliding layers read their window."""
+    windows = model.windows()
+    layer = model.memory()["kv_per_token"] / len(windows)
+    return int(batch * layer * sum(cached if window is None else min(cached, window) for window in windows))
