@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 # The CPU build where one is offered, pinned so that every machine tests the same numbers.
 TORCH  ?= torch==2.13.0
 DEMO   ?= demo-out
+# What the extra [cpu] installs, from a wheel or not at all.
+CPU_EXTRA ?= 'numba>=0.61'
 
 .PHONY: demo test test-slow test-interop lint fetch setup clean
 
@@ -15,6 +17,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet -e '.[dev,gguf,bnb]'
+	$(BIN)/python -m pip install --quiet --only-binary :all: $(CPU_EXTRA) || echo "no numba wheel for this Python: its tests are skipped"
 	@touch $@
 
 fetch: setup

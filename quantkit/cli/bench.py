@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli.main import print_json
+from quantkit.cli.output import print_json
 from quantkit.cli.progress import bar
 
 
@@ -26,6 +26,8 @@ from quantkit.cli.progress import bar
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
 @click.option("--kv-bits", type=int, help="16, or what the checkpoint was calibrated for.  [default: the latter]")
 @click.option("--kernel", metavar="NAME", help="One kernel for every layer.  [default: the measured choice]")
+@click.option("--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
+@click.option("--keep-dense", is_flag=True, help="Hold floats beside the packed weights, for prompts.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(model: str, as_json: bool, **given: Any) -> None:

@@ -27,12 +27,21 @@ from quantkit.errors import RequestError
 @click.option(
     "--kv-bits", type=int, help="16, or what the checkpoint was calibrated for. Default: what it was calibrated for."
 )
+@click.option("--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Print text as it comes.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def command(
-    model: str, prompt: str, kv_bits: int | None, stream: bool, device: str, dtype: str, as_json: bool, **options: Any
+    model: str,
+    prompt: str,
+    kv_bits: int | None,
+    head_bits: int | None,
+    stream: bool,
+    device: str,
+    dtype: str,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Generate text with MODEL: a folder, a .gguf file, or a name that `quantkit fetch` knows. Timings go to stderr."""
     from quantkit.runtime.load import load
@@ -44,7 +53,7 @@ def command(
     if not prompt:
         raise RequestError("--prompt: the prompt is empty. Give some text.")
     start = time.perf_counter()
-    loaded = load(model, device=device, dtype=dtype, kv_bits=kv_bits)
+    loaded = load(model, device=device, dtype=dtype, kv_bits=kv_bits, head_bits=head_bits)
     load_seconds = time.perf_counter() - start
     if stream and not as_json:
         result = _print_stream(loaded.stream(prompt, wanted))

@@ -67,6 +67,8 @@ class Speed:
     dtype: str
     kv_bits: int
     kernel: str
+    head_bits: int | None
+    keep_dense: bool
     layouts: dict[str, int]
     threads: int
     seed: int
@@ -148,6 +150,8 @@ def bench(
     dtype: str = "auto",
     kv_bits: int | None = None,
     kernel: str | None = None,
+    head_bits: int | None = None,
+    keep_dense: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Speed:
@@ -155,59 +159,76 @@ def bench(
     and goes on past end tokens, through the same engine as ``generate``.
 
     batch, prompt: numbers separated by commas. new_tokens: of each answer, 2 at least. repeat: runs of each cell after one
-    that is not counted. threads: of torch; None leaves them. kernel: as in ``load``. Raises RequestError for an option that is
+    that is not counted. threads: of torch; None leaves them. kernel, head_bits, keep_dense: as in ``load``. Raises RequestError for an option that is
     wrong or a cell that does not fit the model's context.
     """
     batches, prompts = whole_numbers(batch, "--batch"), whole_numbers(prompt, "--prompt")
     for name, value, least in (("--new-tokens", new_tokens, 2), ("--repeat", repeat, 1), ("--threads", threads, 1)):
         if value is not None and value < least:
             raise RequestError(f"{name} {value}: expected {least} or more.")
+    from quantkit.runtime.load import load
+
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return _bench(model, batches, prompts, new_tokens, repeat, device, dtype, kv_bits, kernel, seed, progress)
+        start = time.perf_counter()
+        loaded = load(
+            model,
+            device=device,
+            dtype=dtype,
+            kv_bits=kv_bits,
+            kernel=kernel,
+            head_bits=head_bits,
+            keep_dense=keep_dense,
+        )
+        how: dict[str, Any] = {
+            "load_seconds": time.perf_counter() - start,
+            "head_bits": head_bits,
+            "keep_dense": keep_dense,
+        }
+        how.update(model=str(model), kernel=kernel or "auto")
+        return _bench(loaded, batches, prompts, new_tokens, repeat, seed, progress, how)
     finally:
         torch.set_num_threads(before)
 
 
 def _bench(
-    ref: str | Path, batches: list[int], prompts: list[int], new_tokens: int, repeat: int, device: str, dtype: str,
-    kv_bits: int | None, kernel: str | None, seed: int, progress: Progress | None,
-) -> Speed:  # fmt: skip
+    model: Model,
+    batches: list[int],
+    prompts: list[int],
+    new_tokens: int,
+    repeat: int,
+    seed: int,
+    progress: Progress | None,
+    how: dict[str, Any],
+) -> Speed:
     from quantkit.runtime.engine import check_length
-    from quantkit.runtime.load import load
 
-    start = time.perf_counter()
-    model = load(ref, device=device, dtype=dtype, kv_bits=kv_bits, kernel=kernel)
-    seconds = time.perf_counter() - start
     for length in prompts:
         check_length(length, new_tokens, model.context)
     bandwidth = measure_bandwidth(model.device)
     cells: list[Cell] = []
     for size in batches:
         for length in prompts:
-            note = f"batch {size}, prompt {length}"
             if progress is not None:
-                progress("bench", len(cells), len(batches) * len(prompts), note)
+                progress("bench", len(cells), len(batches) * len(prompts))
             cells.append(measure_cell(model, size, length, new_tokens, repeat, seed, bandwidth))
     if progress is not None:
         progress("bench", len(cells), len(cells))
     return Speed(
-        model=str(ref),
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_bits=model.kv_bits,
-        kernel=kernel or "auto",
         layouts=model.layouts(),
         threads=torch.get_num_threads(),
         seed=seed,
-        load_seconds=seconds,
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         bandwidth=bandwidth,
         memory=held(model),
         cells=cells,
         versions=versions(),
         hardware=hardware(),
+        **how,
     )
 
 

@@ -99,8 +99,8 @@ def weight_bytes_per_step(model: Model, batch: int) -> int:
     share = _expert_share(model.module.config, batch)
     lookups = _lookups(model.module)
     for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
-        if tensor.data_ptr() in seen or tensor.data_ptr() in lookups:
-            continue
+        if tensor.data_ptr() in seen or tensor.data_ptr() in lookups or name.endswith(".dense"):
+            continue  # a dense copy is for prompts
         seen.add(tensor.data_ptr())
         total += tensor.nbytes * (share if ".experts." in name else 1.0)
     return int(total) + batch * _row_bytes(lookups)

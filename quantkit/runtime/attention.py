@@ -100,7 +100,9 @@ def layer_specs(
 def transformers_cache(cache: KVCache) -> Any:
     """Our cache as the ``past_key_values`` of a transformers model (a ``transformers.Cache``)."""
     base, layer_class = _classes()
-    return base(layers=[layer_class(layer) for layer in cache.layers])
+    seam = base(layers=[layer_class(layer) for layer in cache.layers])
+    seam.paged = cache
+    return seam
 
 
 @lru_cache(maxsize=1)

@@ -139,7 +139,7 @@ class PagedLayer:
         if not self.length:
             self._allocate(k, v)
         tokens = k.shape[2]
-        self._reserve(self.length + tokens)
+        self.reserve(self.length + tokens)
         position = torch.arange(self.length, self.length + tokens, device=k.device)
         pages = self.table[:, position // PAGE_TOKENS - self.dropped]  # [batch, tokens]
         slots = (position % PAGE_TOKENS).expand_as(pages)
@@ -152,6 +152,11 @@ class PagedLayer:
         """Decoded keys and values from ``start`` on: ``[batch, kv_heads, length - start, head_dim]``."""
         keys = self.spec.keys.decode(self._gather(self.key_pool), self.head_dim[0])
         return keys, self.spec.values.decode(self._gather(self.value_pool), self.head_dim[1])
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that a kernel has written into reserved pages itself, and free what they leave behind."""
+        self.length += tokens
+        self.trim()
 
     def trim(self) -> None:
         """Free the pages that a sliding window has left: the next token sees the last ``window - 1`` and itself."""
@@ -199,7 +204,8 @@ class PagedLayer:
             tokens = min(tokens, self.spec.window + 2 * PAGE_TOKENS)
         self._grow(batch * -(-tokens // PAGE_TOKENS))
 
-    def _reserve(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
+        """Have pages for that many tokens of each sequence. Only after the first ``append``."""
         missing = -(-length // PAGE_TOKENS) - self.dropped - self.table.shape[1]
         if missing <= 0:
             return

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.errors import RequestError
 from quantkit.runtime.kernels.cpu import Int4Weight, Int8Weight, int4_fits, int8_fits, linear_int4, linear_int8
+from quantkit.runtime.kernels.cpu_packed import PlanarWeight, linear_numba, planar_fits
 from quantkit.runtime.kernels.reference import (
     BlockWeight,
     Kernel,
@@ -40,6 +41,7 @@ KERNELS: dict[str, Kernel] = {
     "triton": _on_triton("linear_triton"),
     "triton-gemv": _on_triton("linear_gemv"),
     "triton-gemm": _on_triton("linear_gemm"),
+    "numba": linear_numba,
 }
 
 # layout -> (kernel for few tokens, number of tokens from which "dequantize" is faster). Measured on AVX2, one thread, torch
@@ -49,6 +51,9 @@ CROSSOVER: dict[str, tuple[str, int]] = {
     "int4": ("int4", 64),
     # per channel 16 to 24 at SmolLM2's widths, groups of 128 24 to 48, later at 2048 x 5632; never 1.5 x off in between
     "int8": ("int8", 32),
+    "planar4": ("numba", 24),
+    "planar8": ("numba", 24),
+    "half": ("numba", 24),
     # no fused kernel takes these layouts (yet): 2048 x 5632 costs 15 to 30 ms a call, whatever the number of tokens
     "words": ("dequantize", 0),
     # kernels/tiles.py decides by shape and device, dequantizing for many tokens included
@@ -71,14 +76,18 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
                 f"kernel={kernel!r} takes integer weights; this one is {q.kind}. Leave the kernel to quantkit."
             )
         return BlockWeight(q).to(device)
+    planar = device.type == "cpu" and planar_fits(q.scheme, q.shape[1])
     can4 = device.type == "cpu" and int4_fits(q.scheme, *q.shape)
     can8 = device.type == "cpu" and int8_fits(q.scheme, *q.shape)
     gpu = device.type == "cuda" and find_spec("triton") is not None and triton_fits(q.scheme, q.shape[1])
     triton = kernel is not None and kernel.startswith("triton")
-    if (kernel == "int4" and not can4) or (kernel == "int8" and not can8) or (triton and not gpu):
+    fits = {"int4": can4, "int8": can8, "numba": planar}
+    if not fits.get(str(kernel), True) or (triton and not gpu):
         raise RequestError(
             f"kernel={kernel!r} cannot take {q.scheme.describe()} over {list(q.shape)} on {device}. Leave the kernel to quantkit."
         )
+    if planar and kernel in (None, "numba"):
+        return PlanarWeight(q)
     if can4 and kernel in (None, "int4"):
         return Int4Weight(q)
     if can8 and kernel in (None, "int8"):
@@ -114,19 +123,27 @@ class QuantLinear(nn.Module):
     """A linear layer whose weight is packed. Takes the place of an ``nn.Linear`` in a model ready to run.
 
     weight: the packed weight. bias: ``[out_features]`` or None. kernel: a name from ``KERNELS``, or None for the
-    measured choice.
+    measured choice. dense: a float copy ``[out, in]`` beside it (``hold_dense``) for the many tokens of a prompt, or None.
     """
 
     bias: nn.Parameter | None
+    dense: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None, kernel: str | None = None) -> None:
         super().__init__()
         self.packed = weight
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_parameter("bias", bias)
+        self.register_buffer("dense", None, persistent=False)
         self.kernel = kernel
 
+    def hold_dense(self, dtype: torch.dtype) -> None:
+        """Keep the floats too: a prompt is read without dequantizing, at the memory of a model that is not quantized."""
+        self.dense = self.dequantize().to(dtype)
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.dense is not None and x.numel() >= CROSSOVER[self.packed.layout][1] * self.in_features:
+            return nn.functional.linear(x, self.dense, self.bias)
         return linear(x, self.packed, self.bias, kernel=KERNELS[self.kernel] if self.kernel else None)
 
     def dequantize(self) -> Tensor:

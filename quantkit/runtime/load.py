@@ -18,6 +18,7 @@ from quantkit.formats.reader import QuantizedReader
 from quantkit.model.naming import Naming
 from quantkit.model.skeleton import Weights, build_skeleton, tied_parameters
 from quantkit.runtime.embedding import QuantEmbedding
+from quantkit.runtime.head import check_head_bits, compact_head, round_head
 from quantkit.runtime.linear import KERNELS, QuantLinear, pack
 from quantkit.runtime.model import Model
 from quantkit.runtime.siblings import join_siblings
@@ -35,6 +36,8 @@ def load(
     kv_bits: int | None = None,
     dequantize: bool = False,
     kernel: str | None = None,
+    head_bits: int | None = None,
+    keep_dense: bool = False,
 ) -> Model:
     """Load a model to run it: floating point, or quantized in any format that quantkit reads.
 
@@ -42,6 +45,9 @@ def load(
     weights that are not quantized: "auto", "float32", "bfloat16", "float16" (never on a CPU). kv_bits: None for what the
     checkpoint was calibrated for (16 if it was not), or 16, 8, 4. dequantize: hold quantized weights as floats instead of packed
     (for evaluation). kernel: None for the measured choice, or a name from ``runtime.linear.KERNELS`` for every layer.
+    head_bits: 8 or 4 rounds a head that is stored dense (and the embedding tied to it) to groups of that many bits as it is loaded:
+    the largest matrix of a small model; None keeps it exact. keep_dense: hold a float copy of every packed layer beside it, for
+    prompts; costs the memory of the original.
 
     Raises RequestError for a bad option, SourceError or CheckpointError for a model that cannot be read whole.
     """
@@ -49,11 +55,25 @@ def load(
     number = choose_dtype(dtype, where)
     if kernel is not None and kernel not in KERNELS:
         raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
+    if head_bits is not None:
+        check_head_bits(head_bits, dequantize)
+    if keep_dense and (dequantize or kernel is not None or where.type != "cpu"):
+        raise RequestError(
+            "keep_dense serves packed layers of a CPU, each with its own choice of kernel. Leave it out here."
+        )
     requested = None if kv_bits is None else KVScheme(kv_bits)
     source = open_source(ref)
     reader = QuantizedReader(source)
     module = build_skeleton(source.config, number)
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
+    if head_bits is not None:
+        round_head(module, head_bits, device=where, dtype=number, kernel=kernel)
+    elif not dequantize and where.type == "cpu" and kernel in (None, "numba"):
+        compact_head(module, number)
+    if keep_dense:
+        for layer in module.modules():
+            if isinstance(layer, QuantLinear):
+                layer.hold_dense(number)
     if where.type == "cuda":
         join_siblings(module, where)
     scales = read_kv_scales(source.path) if source.path.is_dir() else None

@@ -16,6 +16,7 @@ from quantkit.runtime.attention import cached_heads, layer_specs, transformers_c
 from quantkit.runtime.cache import PAGE_TOKENS, KVCache
 from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.engine import Generation, Piece, run
+from quantkit.runtime.kernels.cpu_packed import HalfWeight
 from quantkit.runtime.linear import QuantLinear
 from quantkit.runtime.sampling import GenerationOptions
 
@@ -26,7 +27,8 @@ class Model:
     """What ``quantkit.load`` returns.
 
     config: the content of config.json. module: the transformers model with packed linears. tokenizer: read on first use.
-    kv_scheme: how the cache is kept. dtype, device: of activations.
+    kv_scheme: how the cache is kept. dtype, device: of activations. lean: whether decoding may leave the transformers
+    definition for a compiled step that was proved equal.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Model:
         end_tokens: Sequence[int] = (),
         kv_scheme: KVScheme | None = None,
         kv_scales: KVScales | None = None,
+        lean: bool = True,
     ) -> None:
         self.module, self.config = module, config
         self.device, self.dtype = device, dtype
@@ -48,11 +51,19 @@ class Model:
         self._read_tokenizer = read_tokenizer
         self._specs = layer_specs(module, self.kv_scheme, kv_scales, dtype, device)
         self._head = head_only(module)
+        self._may_be_lean = lean
 
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer stored with the model."""
         return self._read_tokenizer()
+
+    @cached_property
+    def lean(self) -> Any:
+        """The compiled decode step, or None: found and proved at the first step that may take it."""
+        from quantkit.runtime.lean import lean_step
+
+        return lean_step(self.module, self.config, self.dtype, self.device) if self._may_be_lean else None
 
     @property
     def kv_bits(self) -> int:
@@ -76,6 +87,10 @@ class Model:
         hidden states ``[batch, tokens, hidden]``, after the last norm.
         """
         past = cache.layers[0].get_seq_length()
+        if ids.shape[1] == 1 and past and self.lean is not None:
+            quick: Tensor | None = self.lean(ids, cache.paged, mask)
+            if quick is not None:
+                return quick
         if mask is None:
             position = torch.arange(past, past + ids.shape[1], device=ids.device)[None].expand_as(ids)
         else:
@@ -150,7 +165,7 @@ class Model:
     def memory(self) -> dict[str, int]:
         """Bytes: ``quantized`` (packed weights with their scales), ``dense`` (all else), ``kv_per_token`` (whole pages, all layers)."""
         weights = {m.packed for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}
-        packed = sum(weight.nbytes() for weight in weights)  # a tied matrix once
+        packed = sum(weight.nbytes() for weight in weights if not isinstance(weight, HalfWeight))  # a tied matrix once
         tensors = {t.data_ptr(): t.nbytes for t in [*self.module.parameters(), *self.module.buffers()]}
         config = self.module.config
         heads = cached_heads(config)

@@ -137,7 +137,8 @@ class Sampler:
             seen = torch.tensor(sorted(self._seen), dtype=torch.int64, device=logits.device)
             logits = penalize_repetition(logits, seen, self.options.repetition_penalty)
         if self.options.temperature == 0.0:
-            token = int(logits.argmax(-1))
+            # numpy's runs in this thread: torch's wakes its own, which then wait in the way of the kernels' threads
+            token = int(logits.numpy().argmax()) if logits.device.type == "cpu" else int(logits.argmax(-1))
         else:
             uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64))
             token = draw(probabilities(logits, self.options), uniform)

@@ -9,8 +9,10 @@ from quantkit.core import affine
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
+from quantkit.runtime import workers
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.kernels.cpu import Int4Weight, Int8Weight, int4_fits
+from quantkit.runtime.kernels.cpu_packed import HalfWeight, PlanarWeight, block_size, linear_numba
 from quantkit.runtime.kernels.reference import BlockWeight, WordsWeight, linear_reference
 from quantkit.runtime.linear import KERNELS, QuantLinear, choose, linear, pack
 
@@ -31,12 +33,17 @@ def quantized(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantTen
 
 
 def bound(kernel: str, x: torch.Tensor, q: QuantTensor) -> torch.Tensor:
-    """The tolerances that kernels/cpu.py derives, elementwise; float32 sums for the kernels that compute in float32."""
+    """The tolerances that kernels/cpu.py and cpu_packed.py derive, elementwise; float32 sums for those that compute in float32."""
     size, weight = x.abs().float(), q.dequantize()
     step = affine.expand_groups(q.scales.float(), q.shape[1], q.scheme)
     exact = q.shape[1] * 2**-23 * (size @ weight.abs().T) + 1e-7
     if kernel == "int4":
         return 2**-9 * (size @ (3 * weight.abs() + 8 * step).T) + exact
+    if kernel == "numba":
+        block = block_size(q.scheme, q.shape[1])
+        assert block is not None
+        pairs = zip(size.split(block, 1), weight.abs().split(block, 1), strict=True)
+        return exact + sum(2**-16 * x.amax(1, keepdim=True) * w.sum(1) for x, w in pairs)
     if kernel == "int8":
         signed = q.codes.float() - 128
         return 2**-8 * (size @ (signed.abs() * step).T) + q.shape[1] * 2**-23 * (size @ (256 * step).T) + 1e-7
@@ -61,10 +68,17 @@ def test_every_kernel_agrees_with_the_reference(scheme: Scheme, shape: tuple[int
         many = KERNELS["dequantize"](x, packed, None)  # the path of many tokens, from the same buffers
         assert bool(((many - expected).abs() <= bound("dequantize", x, q)).all()), packed.layout
     assert {"reference", "dequantize"} <= tried
+    if workers.available():
+        assert "numba" in tried
     if scheme.bits > 4 and shape[0] % 4 == shape[1] % 32 == 0:
         assert "int8" in tried
     elif shape[0] % 16 == 0:
         assert "int4" in tried
+
+
+def skip_without_numba(kernel: str) -> None:
+    if kernel == "numba" and not workers.available():
+        pytest.skip("numba is not installed (extra [cpu])")
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17, 64, 300])
@@ -73,6 +87,7 @@ def test_every_kernel_agrees_with_the_reference(scheme: Scheme, shape: tuple[int
 def test_any_number_of_tokens_strides_and_bias(kernel: str, bits: int, tokens: int) -> None:
     if kernel in ("int4", "int8") and kernel != f"int{bits}":
         return
+    skip_without_numba(kernel)
     q = quantized(Scheme(bits, 64, False), (96, 192))
     bias = torch.randn(96)
     packed = pack(q, device=CPU, kernel=kernel)
@@ -89,6 +104,7 @@ def test_any_number_of_tokens_strides_and_bias(kernel: str, bits: int, tokens: i
 def test_bfloat16_activations_stay_within_their_rounding(kernel: str, bits: int) -> None:
     if kernel in ("int4", "int8") and kernel != f"int{bits}":
         return
+    skip_without_numba(kernel)
     q = quantized(Scheme(bits, 64, False), (64, 192))
     x = torch.randn(4, 192).bfloat16()
     packed = pack(q, device=CPU, kernel=kernel)
@@ -112,7 +128,9 @@ def test_layouts_take_about_the_bits_of_the_scheme() -> None:
     assert not list(layer.parameters())
 
 
-def test_fast_layouts_are_chosen_where_they_apply_and_refused_elsewhere() -> None:
+def test_fast_layouts_are_chosen_where_they_apply_and_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "available", lambda: False)
+
     def layout(scheme: Scheme, shape: tuple[int, int]) -> str:
         return pack(quantized(scheme, shape), device=CPU).layout
 
@@ -129,6 +147,8 @@ def test_fast_layouts_are_chosen_where_they_apply_and_refused_elsewhere() -> Non
         pack(quantized(Scheme(4, 64), (24, 128)), device=CPU, kernel="int4")
     with pytest.raises(RequestError, match="known kernels"):
         pack(quantized(Scheme(4, 64), (24, 128)), device=CPU, kernel="warp")
+    with pytest.raises(RequestError, match="numba"):
+        pack(quantized(Scheme(4, 64), (24, 128)), device=CPU, kernel="numba")
 
 
 def test_a_scratch_buffer_made_in_inference_mode_serves_outside_it() -> None:
@@ -140,7 +160,7 @@ def test_a_scratch_buffer_made_in_inference_mode_serves_outside_it() -> None:
 
 
 def test_the_choice_follows_the_number_of_tokens() -> None:
-    packed = pack(quantized(Scheme(4, 64), (32, 64)), device=CPU)
+    packed = Int4Weight(quantized(Scheme(4, 64), (32, 64)))
     assert choose(packed, 1) is KERNELS["int4"]
     assert choose(packed, 10_000) is KERNELS["dequantize"]
 
@@ -161,3 +181,70 @@ def test_a_wide_layer_is_dequantized_slice_by_slice() -> None:
     packed = pack(q, device=CPU)
     assert len(packed.slices()) > 1
     assert torch.equal(packed.dequantize(), q.dequantize())
+
+
+needs_numba = pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+
+
+@needs_numba
+def test_planar_layouts_take_any_rows_and_their_rows_can_be_looked_up() -> None:
+    for scheme, shape in ((Scheme(4, 64), (24, 128)), (Scheme(4, 128), (7, 576)), (Scheme(8, None), (30, 90))):
+        q = quantized(scheme, shape)
+        packed = pack(q, device=CPU)
+        assert isinstance(packed, PlanarWeight)
+        index = torch.tensor([5, 0, 5])
+        assert torch.equal(packed.rows(index, torch.float32), q.dequantize()[index])
+    assert pack(quantized(Scheme(4, 16), (32, 128)), device=CPU).layout == "words"
+    assert pack(quantized(Scheme(4, 96), (32, 192)), device=CPU).layout == "planar4"  # three blocks of 32 a group
+    assert PlanarWeight(quantized(Scheme(4, 128), (256, 512))).nbytes() * 8 / (256 * 512) == pytest.approx(
+        4 + 16 / 128, abs=1e-3
+    )
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numba_gives_the_same_bits_with_any_number_of_threads_and_tokens(bits: int) -> None:
+    packed = PlanarWeight(quantized(Scheme(bits, 64, False), (200, 320)))
+    x = torch.randn(11, 320, generator=torch.Generator().manual_seed(3))
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            found += [linear_numba(x, packed, None) for _ in range(20)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, found[0]) for y in found)
+    assert torch.equal(torch.cat([linear_numba(row[None], packed, None) for row in x]), found[0])
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [64, 70])
+def test_half_weights_compute_with_exactly_what_is_stored(dtype: torch.dtype, columns: int) -> None:
+    weight = torch.randn(40, columns).to(dtype)
+    weight[0, :4] = torch.tensor([0.0, -0.0, 2.0**-24, -(2.0**-14)]).to(dtype)  # subnormal in fp16
+    packed = HalfWeight(weight)
+    assert torch.equal(packed.dequantize(), weight.float())
+    assert HalfWeight.dtype_of(weight.float()) == dtype
+    assert HalfWeight.dtype_of(torch.full((2, 2), 1 / 3)) is None
+    x = torch.randn(3, columns)
+    expected = x.double() @ weight.double().T
+    allowed = columns * 2**-23 * (x.double().abs() @ weight.double().abs().T) + 1e-12
+    assert bool(((linear_numba(x, packed, None).double() - expected).abs() <= allowed).all())
+    unit = torch.eye(columns)[:4]
+    assert torch.equal(linear_numba(unit, packed, None), weight.float().T[:4])
+
+
+@needs_numba
+def test_numba_does_not_swallow_what_is_not_finite() -> None:
+    packed = PlanarWeight(quantized(Scheme(4, 64, False), (32, 128)))
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(2, 128)
+        x[1, 100] = bad
+        y = linear_numba(x, packed, None)
+        assert bool(y[0].isfinite().all())
+        assert bool(y[1].isnan().all())
+    tiny = torch.full((1, 128), 1e-42)
+    assert bool(linear_numba(tiny, packed, None).isfinite().all())
+    assert bool((linear_numba(torch.zeros(1, 128), packed, None) == 0).all())

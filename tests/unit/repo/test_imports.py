@@ -46,7 +46,6 @@ OPTIONAL = {
     "compressed_tensors",
     "datasets",
     "accelerate",
-    "numba",
     "matplotlib",
     "starlette",
     "uvicorn",
@@ -131,6 +130,20 @@ def test_triton_is_imported_only_in_its_kernels():
         and not path.relative_to(PACKAGE).as_posix().startswith("runtime/kernels/triton_")
     ]
     assert not wrong, wrong
+
+
+def test_numba_is_imported_only_in_its_kernels_and_those_only_when_used():
+    """Its decorators stand at module level, so those modules are imported by name inside functions (runtime/workers.py)."""
+    kernels = "runtime/kernels/cpu_numba"
+    wrong = []
+    for path in files():
+        inside = path.relative_to(PACKAGE).as_posix().startswith(kernels)
+        for module, line, _ in imports(path):
+            if module.split(".")[0] in ("numba", "llvmlite") and not inside:
+                wrong.append(f"{where(path, line)}: {module} belongs to {kernels}*.py")
+            if module.startswith("quantkit.runtime.kernels.cpu_numba") and not inside:
+                wrong.append(f"{where(path, line)}: {module} is optional; use workers.compiled()")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_optional_libraries_are_imported_in_one_file_each_and_inside_functions():

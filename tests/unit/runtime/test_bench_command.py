@@ -62,6 +62,8 @@ def test_a_grid_gives_one_row_for_each_cell(
         (("--repeat", "0"), "--repeat"),
         (("--threads", "0"), "--threads"),
         (("--kernel", "warp"), "kernel='warp'"),
+        (("--kernel", "reference", "--keep-dense"), "keep_dense serves packed"),
+        (("--head-bits", "3"), "head_bits=3"),
         (("--kv-bits", "4"), "no KV scales"),
         (("--prompt", "250", "--new-tokens", "32"), "context of 256"),
     ],
@@ -115,3 +117,15 @@ def test_sliding_layers_read_their_window_only(float_folder: Folder) -> None:
     assert model.windows() == [80, None, 80]
     assert kv_bytes_per_step(model, 100, 2) == 2 * layer * (80 + 100 + 80)
     assert kv_bytes_per_step(model, 10, 1) == layer * 30
+
+
+def test_a_dense_copy_serves_prompts_and_is_counted_as_memory_but_not_as_read(packed_folder: Folder) -> None:
+    folder = packed_folder("llama", Scheme(4, 32))
+    plain = load(folder, device="cpu", dtype="float32")
+    both = load(folder, device="cpu", dtype="float32", keep_dense=True)
+    linears = [m for n, m in both.module.named_modules() if n.endswith("proj")]
+    extra = sum(4 * m.in_features * m.out_features for m in linears)
+    assert held(both).dense >= held(plain).dense + extra  # more where a head is packed too
+    assert weight_bytes_per_step(both, 1) == weight_bytes_per_step(plain, 1)
+    ids = torch.randint(0, 250, (1, 90), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(both(ids), plain(ids), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,111 @@
+"""Threads that do one job together, started once: waking them costs less than a microsecond while they are busy.
+
+A worker that has just done a job looks for the next one for a while before it sleeps, without the interpreter's lock, so the matrices of
+a decoder layer follow each other without system calls. The caller does a share itself. What a job is, is the compiled code's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.errors import RequestError
+
+MOST = 64  # threads
+PATIENCE = 20_000  # empty looks before a worker sleeps: about a millisecond
+_pool: Pool | None = None
+_guard = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether the extra ``[cpu]`` is installed. Compiles and imports nothing."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@lru_cache(maxsize=8)
+def compiled(part: str = "") -> Any:
+    """A module of compiled kernels: ``cpu_numba``, or with "step" or "pool" one of its siblings. Raises RequestError without
+    the extra."""
+    if not available():
+        raise RequestError("these CPU kernels need numba. Install quantkit[cpu], or leave the kernel to quantkit.")
+    return importlib.import_module("quantkit.runtime.kernels.cpu_numba" + (f"_{part}" if part else ""))
+
+
+def drop_stale_code(kernels: Any) -> None:
+    """Delete cached code of other sources. numba judges a cached function by the file it stands in, but it holds what it calls too:
+    after an update of one file the others' cache would run old kernels on new jobs."""
+    place = kernels.finish.stats.cache_path
+    if place is None:  # nothing is writable, nothing is cached
+        return
+    folder, here = Path(place), Path(kernels.__file__).parent
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(here.glob("cpu_numba*.py")))).hexdigest()
+    marker = folder / "cpu_numba.sha256"
+    if marker.exists() and marker.read_text(encoding="ascii") == digest:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("cpu_numba*.nb[ic]"):
+        stale.unlink(missing_ok=True)
+    marker.write_text(digest, encoding="ascii")
+
+
+class Pool:
+    """Workers and the control block that they look at; grows up to ``MOST`` threads."""
+
+    def __init__(self) -> None:
+        self.kernels = compiled("pool")
+        drop_stale_code(self.kernels)
+        self.process = os.getpid()
+        memory = np.zeros(64 * (MOST + 8), dtype=np.uint8)
+        self._memory = memory
+        self.control = int(memory.ctypes.data + (-memory.ctypes.data) % 64)  # fields on cache lines of their own
+        self._lock = threading.Lock()
+        self.kernels.work(self.control, 0, self.kernels.number(self.control), 0)  # compiled here, not in every thread
+        self._wake: list[threading.Semaphore] = [threading.Semaphore(0)]  # none for the caller
+
+    def run(self, job: np.ndarray[Any, np.dtype[np.int64]], parts: int) -> None:
+        """Do a job (int64 fields) in ``parts`` threads, the caller's included."""
+        parts = min(parts, MOST)
+        with self._lock:
+            while len(self._wake) < parts:
+                self._start(len(self._wake))
+            asleep = self.kernels.post(self.control, job.ctypes.data, parts)
+            if asleep:
+                for part in range(1, parts):
+                    if asleep >> part & 1:
+                        self._wake[part].release()
+            self.kernels.finish(self.control, parts)
+
+    def _start(self, part: int) -> None:
+        wake = threading.Semaphore(0)
+        self._wake.append(wake)
+        number = self.kernels.number(self.control)
+        threading.Thread(target=self._serve, args=(part, wake, number), name=f"quantkit-{part}", daemon=True).start()
+
+    def _serve(self, part: int, wake: threading.Semaphore, seen: int) -> None:
+        while True:
+            seen = self.kernels.work(self.control, part, seen, PATIENCE)
+            wake.acquire()
+
+
+def pool() -> Pool:
+    """This process's workers; a forked child gets its own."""
+    global _pool
+    with _guard:
+        if _pool is None or _pool.process != os.getpid():
+            _pool = Pool()
+        return _pool
+
+
+def threads() -> int:
+    """As many as torch uses."""
+    return min(torch.get_num_threads(), MOST)

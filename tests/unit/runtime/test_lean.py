@@ -1,0 +1,111 @@
+"""The compiled decode step equals transformers' definition, and is not taken where it would not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.core.kvscheme import KVScheme
+from quantkit.runtime import workers
+from quantkit.runtime.attention import transformers_cache
+from quantkit.runtime.family import recognise
+from quantkit.runtime.lean import lean_step, proved
+from quantkit.runtime.model import Model
+
+CPU = torch.device("cpu")
+FAMILY = ("llama", "qwen2", "qwen3", "mistral")
+needs_numba = pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+
+
+def model_of(module: Any, config: dict[str, Any], lean: bool, **options: Any) -> Model:
+    return Model(module, config, device=CPU, dtype=torch.float32, read_tokenizer=lambda: None, lean=lean, **options)
+
+
+def decode(model: Model, ids: Tensor, prompt: int, mask: Tensor | None = None) -> Tensor:
+    """Hidden states of the tokens after the prompt, one step each."""
+    seam = transformers_cache(model.new_cache(8))
+    with torch.inference_mode():
+        model.step(ids[:, :prompt], seam, None if mask is None else mask[:, :prompt])
+        return torch.cat(
+            [
+                model.step(ids[:, i : i + 1], seam, None if mask is None else mask[:, : i + 1])
+                for i in range(prompt, ids.shape[1])
+            ],
+            dim=1,
+        )
+
+
+def tokens(batch: int, count: int) -> Tensor:
+    return torch.randint(0, 250, (batch, count), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_the_family_is_found_by_structure(tiny: Any, kind: str) -> None:
+    family = recognise(tiny.module(tiny.config(kind)))
+    assert family is not None
+    assert (len(family.blocks), family.heads, family.kv_heads, family.head_dim) == (3, 4, 2, 16)
+
+
+@pytest.mark.parametrize("kind", ["opt", "cohere", "phi3"])
+def test_other_structures_are_left_alone(tiny: Any, kind: str) -> None:
+    assert recognise(tiny.module(tiny.config(kind))) is None
+
+
+@needs_numba
+@pytest.mark.parametrize("kind", [*FAMILY, "gemma3_text"])
+def test_a_compiled_step_equals_the_definition_over_pages_and_windows(tiny: Any, kind: str) -> None:
+    config = tiny.config(kind, **({"head_dim": 32} if kind == "gemma3_text" else {}))
+    module = tiny.module(config)
+    step = lean_step(module, config, torch.float32, CPU)
+    assert step is not None
+    ids = tokens(2, 150)  # three pages, nearly twice the sliding window of mistral and gemma3
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    for given in (None, mask):
+        expected = decode(model_of(module, config, lean=False), ids, 120, given)
+        model = model_of(module, config, lean=True)
+        assert model.lean is not None
+        torch.testing.assert_close(decode(model, ids, 120, given), expected, rtol=2e-4, atol=2e-5)
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantized_cache_is_written_and_read_as_the_definition_does(tiny: Any, bits: int) -> None:
+    config = tiny.config("llama")
+    module = tiny.module(config)
+    ids = tokens(2, 90)
+    options = {"kv_scheme": KVScheme(bits), "kv_scales": tiny.kv_scales(module, bits, ids)}
+    expected = decode(model_of(module, config, lean=False, **options), ids, 60)
+    torch.testing.assert_close(
+        decode(model_of(module, config, lean=True, **options), ids, 60), expected, rtol=1e-3, atol=1e-4
+    )
+
+
+@needs_numba
+def test_what_the_step_does_not_take_runs_by_the_definition(tiny: Any) -> None:
+    config = tiny.config("llama")
+    module = tiny.module(config)
+    step = lean_step(module, config, torch.float32, CPU)
+    assert step is not None
+    model = model_of(module, config, lean=True)
+    cache = model.new_cache(8)
+    assert step(tokens(1, 1), cache, None) is None  # an empty cache
+    with torch.inference_mode():
+        model.step(tokens(2, 8), transformers_cache(cache))
+    holes = torch.tensor([[1] * 9, [1, 1, 0, 1, 1, 1, 1, 1, 1]])
+    assert step(tokens(2, 1), cache, holes) is None
+    assert step(tokens(2, 2), cache, None) is None
+    assert lean_step(module, config, torch.bfloat16, CPU) is None
+
+
+@needs_numba
+def test_a_model_that_joins_the_same_parts_otherwise_is_found_out(tiny: Any) -> None:
+    """granite holds llama's parts and multiplies what a block adds: only the twin tells."""
+    config = tiny.config("granite", residual_multiplier=0.5)
+    assert recognise(tiny.module(config)) is not None
+    assert not proved(json.dumps(config, sort_keys=True))
+    assert proved(json.dumps(tiny.config("llama"), sort_keys=True))
