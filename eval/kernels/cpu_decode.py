@@ -243,6 +243,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=lambda text: [int(n) for n in text.split(",") if n], default=[512, 2048])
     parser.add_argument("--llama", help="a Python that has llama-cpp-python")
     parser.add_argument("--gguf", action="append", default=[])
+    parser.add_argument("--note", default="", help="what else ran on the machine")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -255,6 +256,7 @@ def main() -> None:
             row[f"times_transformers_{base}"] = round(by_name[row["engine"]] / by_name[f"transformers {base}"], 2)
     result = {
         "command": "python eval/kernels/cpu_decode.py " + " ".join(a for a in sys.argv[1:] if "/" not in a),
+        "note": options.note,
         "model": options.model,
         "prompt": options.prompt,
         "new_tokens": options.new_tokens,

@@ -51,6 +51,7 @@ CROSSOVER: dict[str, tuple[str, int]] = {
     "int4": ("int4", 64),
     # per channel 16 to 24 at SmolLM2's widths, groups of 128 24 to 48, later at 2048 x 5632; never 1.5 x off in between
     "int8": ("int8", 32),
+    # one thread of a shared AVX2 machine, g64: even at 24 to 32 tokens for 1536 x 576, at 32 to 64 for 2048 x 5632
     "planar4": ("numba", 24),
     "planar8": ("numba", 24),
     "half": ("numba", 24),
