@@ -88,6 +88,8 @@ class CompressedTensors:
             by_scheme.setdefault(scheme, []).append(module)
         # One scheme for every linear is written as the class name, which every reader knows; fused readers (vLLM)
         # match lists of exact names for mixed schemes.
+        # Groups before channels: transformers decodes every asymmetric linear by the first entry, which must know groups.
+        ordered = sorted(by_scheme.items(), key=lambda entry: (entry[0].group_size is None, -len(entry[1])))
         single = len(by_scheme) == 1 and not layout.outside  # head and embeddings are no class 'Linear' to vLLM
         groups = {
             f"group_{i}": {
@@ -97,7 +99,7 @@ class CompressedTensors:
                 "output_activations": None,
                 "format": "pack-quantized",
             }
-            for i, (scheme, modules) in enumerate(by_scheme.items())
+            for i, (scheme, modules) in enumerate(ordered)
         }
         dense = {"dequantize": True} if _dense_in_transformers(layout) else {}
         return {
