@@ -35,7 +35,7 @@ from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
 from quantkit.core.host import current_rss, map_large_blocks, peak_rss, release_free_memory, size_text
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, QuantkitError, UnsupportedModel
+from quantkit.errors import CheckpointError, QuantkitError, SourceError, UnsupportedModel
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.formats.kv_scales import read_kv_scales
 from quantkit.formats.reader import QuantizedReader
@@ -227,7 +227,10 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
 def _sample(plan: RepackPlan, folder: Path) -> dict[str, str] | str:
     if not plan.generates:
         return TOO_LARGE
-    tokenizer = load_tokenizer(plan.source)
+    try:
+        tokenizer = load_tokenizer(plan.source)
+    except SourceError as error:  # the weights do not need it: repacking is no worse off than its source
+        return f"no sample was generated: {error}"
     return run_sample(folder, fallback(tokenizer), tokenizer, str(plan.out), "please report it: no code was changed")
 
 

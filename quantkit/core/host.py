@@ -8,8 +8,10 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -75,12 +77,25 @@ def available_bytes() -> int:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Interrupts wait until the end of this: for tidying up, which is quick and must be whole."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """SIGINT and SIGTERM wait until the end of this: for tidying up, which is quick and must be whole.
+
+    They are recorded by handlers rather than masked: the system hands a masked signal to another thread of the process, and Python
+    runs its handler in the main thread all the same. Other threads are not interrupted by Python's handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before: dict[signal.Signals, Any] = {}
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not None:  # one that was not installed from Python could not be put back
+                before[number] = signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in dict.fromkeys(came):
+            signal.raise_signal(late)
 
 
 def size_text(size: int) -> str:

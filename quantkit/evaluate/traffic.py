@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.kernels.reference import PackedWeight
+from quantkit.runtime.linear import QuantLinear
 
 if TYPE_CHECKING:
     from quantkit.runtime.model import Model
@@ -94,16 +95,26 @@ def held(model: Model) -> Held:
 def weight_bytes_per_step(model: Model, batch: int) -> int:
     """Bytes of weights that a decode step of ``batch`` sequences reads: every tensor once, of an embedding that is no head
     only the rows looked up, of a mixture's experts the share that ``batch`` tokens can reach at most."""
-    seen: set[int] = set()
+    seen = _idle(model.module, batch)
     total = 0.0
     share = _expert_share(model.module.config, batch)
     lookups = _lookups(model.module)
     for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
-        if tensor.data_ptr() in seen or tensor.data_ptr() in lookups or name.endswith(".dense"):
-            continue  # a dense copy is for prompts
+        if tensor.data_ptr() in seen or tensor.data_ptr() in lookups:
+            continue
         seen.add(tensor.data_ptr())
         total += tensor.nbytes * (share if ".experts." in name else 1.0)
     return int(total) + batch * _row_bytes(lookups)
+
+
+def _idle(module: nn.Module, tokens: int) -> set[int]:
+    """Addresses of what a step does not read: of a weight that is held twice, the form that is not used for so few tokens."""
+    found: set[int] = set()
+    for layer in module.modules():
+        if isinstance(layer, QuantLinear) and layer.dense is not None:
+            idle = layer.packed.buffers() if layer.takes_dense(tokens) else [layer.dense]
+            found.update(tensor.data_ptr() for tensor in idle)
+    return found
 
 
 def _expert_share(config: Any, batch: int) -> float:

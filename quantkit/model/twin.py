@@ -52,6 +52,13 @@ def fill_random(model: nn.Module, dtype: torch.dtype, seed: int = 0) -> None:
                     value = 1 + 0.3 * value.clamp(-2, 2) if name == "weight" else 0.1 * value
                 done[id(param)] = nn.Parameter(value.to(dtype), requires_grad=False)
             module._parameters[name] = done[id(param)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or name in module._non_persistent_buffers_set or not buffer.is_floating_point():
+                continue
+            noise = torch.rand(buffer.shape, generator=generator)
+            module._buffers[name] = buffer * (1 + 0.3 * noise).to(
+                buffer.dtype
+            )  # a stored scalar of 1 would hide its factor
     if getattr(model.config, "tie_word_embeddings", False):
         model.tie_weights()  # type: ignore[operator]
 

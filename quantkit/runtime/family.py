@@ -71,7 +71,7 @@ def recognise(module: Any) -> Family | None:
     rotary: Any = getattr(base, "rotary_emb", None)
     if not isinstance(layers, nn.ModuleList) or norm is None or embedding is None or not _static(rotary):
         return None
-    if not _parts(base) <= {"layers", "norm", "embed_tokens", "rotary_emb"}:
+    if not _parts(base) <= {"layers", "norm", "embed_tokens", "rotary_emb"} or _loose(base):
         return None
     takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
     kinds = getattr(module.config, "layer_types", None) or [None] * len(layers)
@@ -102,6 +102,11 @@ def _holds(module: Any) -> bool:
     return not isinstance(module, (nn.Dropout, nn.Identity))
 
 
+def _loose(module: Any) -> bool:
+    """Whether a module computes with tensors of its own, in a way that is not known here (a scalar per layer, sinks)."""
+    return any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
+
+
 def _static(rotary: Any) -> bool:
     kinds = getattr(rotary, "rope_type", None)
     if kinds is None:
@@ -117,6 +122,8 @@ def _block(layer: Any, kind: str | None) -> Block | None:
     if parts not in ({"self_attn", "mlp"} | norms, {"self_attn", "mlp"} | four):
         return None
     attention, mlp = layer.self_attn, layer.mlp
+    if _loose(layer) or _loose(attention) or _loose(mlp):
+        return None
     inner = {name for name in _parts(attention) if not name.startswith("rotary")}
     if inner not in (ATTENTION, ATTENTION | {"q_norm", "k_norm"}) or not MLP <= _parts(mlp) <= MLP | {"act_fn"}:
         return None

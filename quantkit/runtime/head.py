@@ -42,25 +42,25 @@ def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dty
     scheme = Scheme(bits, group, False)
     scales, zeros = affine.minmax_params(weight, scheme)
     q = QuantTensor(affine.quantize(weight, scales, zeros, scheme), scales, zeros, scheme)
-    _replace(module, head, pack(q, device=device, kernel=kernel), dtype)
+    _replace(module, head, pack(q, device=device, kernel=kernel), dtype, kernel)
 
 
-def compact_head(module: Any, dtype: torch.dtype) -> None:
+def compact_head(module: Any, dtype: torch.dtype, kernel: str | None = None) -> None:
     """Hold a float32 head in the 16 bits it came from, where that is exact and a kernel reads it (extra ``[cpu]``)."""
     head = module.get_output_embeddings()
     if dtype != torch.float32 or not workers.available() or type(head) is not nn.Linear:
         return
     stored = HalfWeight.dtype_of(head.weight)
     if stored is not None:
-        _replace(module, head, HalfWeight(head.weight.detach().to(stored)), dtype)
+        _replace(module, head, HalfWeight(head.weight.detach().to(stored)), dtype, kernel)
 
 
-def _replace(module: Any, head: nn.Linear, packed: PackedWeight, dtype: torch.dtype) -> None:
+def _replace(module: Any, head: nn.Linear, packed: PackedWeight, dtype: torch.dtype, kernel: str | None) -> None:
     embedding = module.get_input_embeddings()
     tied = isinstance(embedding, nn.Embedding) and embedding.weight.data_ptr() == head.weight.data_ptr()
     for name, owner in list(module.named_modules()):
         if owner is head:
-            _set(module, name, QuantLinear(packed, head.bias))
+            _set(module, name, QuantLinear(packed, head.bias, kernel))
         elif owner is embedding and tied:
             _set(module, name, QuantEmbedding(packed, embedding, dtype))
 

@@ -51,7 +51,7 @@ CROSSOVER: dict[str, tuple[str, int]] = {
     "int4": ("int4", 64),
     # per channel 16 to 24 at SmolLM2's widths, groups of 128 24 to 48, later at 2048 x 5632; never 1.5 x off in between
     "int8": ("int8", 32),
-    # one thread of a shared AVX2 machine, g64: even at 24 to 32 tokens for 1536 x 576, at 32 to 64 for 2048 x 5632
+    # tried by hand on one thread of a shared AVX2 machine, g64: even at 24 to 32 tokens for 1536 x 576, later for 2048 x 5632
     "planar4": ("numba", 24),
     "planar8": ("numba", 24),
     "half": ("numba", 24),
@@ -142,8 +142,12 @@ class QuantLinear(nn.Module):
         """Keep the floats too: a prompt is read without dequantizing, at the memory of a model that is not quantized."""
         self.dense = self.dequantize().to(dtype)
 
+    def takes_dense(self, tokens: int) -> bool:
+        """Whether so many tokens are multiplied by the float copy: there is one, and no kernel was asked for."""
+        return self.dense is not None and self.kernel is None and tokens >= CROSSOVER[self.packed.layout][1]
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.dense is not None and x.numel() >= CROSSOVER[self.packed.layout][1] * self.in_features:
+        if self.dense is not None and self.takes_dense(x.numel() // self.in_features):
             return nn.functional.linear(x, self.dense, self.bias)
         return linear(x, self.packed, self.bias, kernel=KERNELS[self.kernel] if self.kernel else None)
 

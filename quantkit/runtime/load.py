@@ -73,7 +73,7 @@ def load(
     if head_bits is not None:
         round_head(module, head_bits, device=where, dtype=number, kernel=kernel)
     elif not dequantize and where.type == "cpu" and kernel in (None, "numba"):
-        compact_head(module, number)
+        compact_head(module, number, kernel)
     if keep_dense:
         for layer in module.modules():
             if isinstance(layer, QuantLinear):

@@ -9,6 +9,7 @@ on the order of calls.
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
@@ -19,26 +20,35 @@ from quantkit.runtime.kernels.triton_layout import ROWS, TritonWeight
 from quantkit.runtime.linear import KERNELS, QuantLinear, linear
 
 
+class _Waiting(threading.local):
+    """The input that was computed last, and columns that no linear has taken yet: of each thread, which may run the model too."""
+
+    input: Tensor | None = None
+    version = 0
+
+    def __init__(self) -> None:
+        self.columns: dict[int, Tensor] = {}
+
+
 class Siblings:
     """One weight for several linears. splits: the rows of each. bias: ``[all rows]`` or None."""
 
     def __init__(self, weight: PackedWeight, splits: list[int], bias: Tensor | None) -> None:
         self.weight, self.splits, self.bias = weight, splits, bias
-        self._input: Tensor | None = None
-        self._version = 0
-        self._waiting: dict[int, Tensor] = {}
+        self._waiting = _Waiting()
 
     def take(self, index: int, x: Tensor, kernel: str | None) -> Tensor:
         """The columns of one linear, ``[..., splits[index]]``."""
         # in inference mode tensors count no versions; they are not changed there between siblings, which read them only
         version = 0 if x.is_inference() else x._version
-        if self._input is not x or self._version != version or index not in self._waiting:
+        waiting = self._waiting
+        if waiting.input is not x or waiting.version != version or index not in waiting.columns:
             y = linear(x, self.weight, self.bias, kernel=KERNELS[kernel] if kernel else None)
-            self._waiting = dict(enumerate(y.split(self.splits, dim=-1)))
-            self._input, self._version = x, version
-        found = self._waiting.pop(index)
-        if not self._waiting:
-            self._input = None  # nothing is kept alive between steps
+            waiting.columns = dict(enumerate(y.split(self.splits, dim=-1)))
+            waiting.input, waiting.version = x, version
+        found = waiting.columns.pop(index)
+        if not waiting.columns:
+            waiting.input = None  # nothing is kept alive between steps
         return found
 
 

@@ -6,11 +6,14 @@ a decoder layer follow each other without system calls. The caller does a share 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib
 import importlib.util
 import os
 import threading
+import time
+import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantkit.core.host import undisturbed
 from quantkit.errors import RequestError
 
 MOST = 64  # threads
@@ -28,8 +32,21 @@ _guard = threading.Lock()
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether the extra ``[cpu]`` is installed. Compiles and imports nothing."""
-    return importlib.util.find_spec("numba") is not None
+    """Whether the extra ``[cpu]`` is installed and works here: numba refuses NumPy releases that it does not know yet. Compiles
+    nothing."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    try:
+        importlib.import_module("numba")
+    except (
+        Exception
+    ) as error:  # ImportError for NumPy's version, OSError for llvmlite's library, and whatever comes next
+        warnings.warn(
+            f"numba is installed but cannot be imported ({error}): torch's own kernels are used. Reinstall quantkit[cpu].",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @lru_cache(maxsize=8)
@@ -69,8 +86,14 @@ class Pool:
         self._memory = memory
         self.control = int(memory.ctypes.data + (-memory.ctypes.data) % 64)  # fields on cache lines of their own
         self._lock = threading.Lock()
-        self.kernels.work(self.control, 0, self.kernels.number(self.control), 0)  # compiled here, not in every thread
+        self._nothing = np.zeros(8, dtype=np.int64)  # a job of no known kind
+        # compiled here: not in every thread, nor between posting a job and finishing it
+        self.kernels.post(self.control, self._nothing.ctypes.data, 1)
+        self.kernels.finish(self.control, 1)
+        self.kernels.work(self.control, 0, self.kernels.number(self.control), 0)
         self._wake: list[threading.Semaphore] = [threading.Semaphore(0)]  # none for the caller
+        self._threads: list[threading.Thread] = []
+        self._closing = False
 
     def run(self, job: np.ndarray[Any, np.dtype[np.int64]], parts: int) -> None:
         """Do a job (int64 fields) in ``parts`` threads, the caller's included."""
@@ -78,23 +101,49 @@ class Pool:
         with self._lock:
             while len(self._wake) < parts:
                 self._start(len(self._wake))
-            asleep = self.kernels.post(self.control, job.ctypes.data, parts)
-            if asleep:
-                for part in range(1, parts):
-                    if asleep >> part & 1:
-                        self._wake[part].release()
-            self.kernels.finish(self.control, parts)
+            try:
+                asleep = self.kernels.post(self.control, job.ctypes.data, parts)
+                if asleep:
+                    for part in range(1, parts):
+                        if asleep >> part & 1:
+                            self._wake[part].release()
+                self.kernels.finish(self.control, parts)
+            except BaseException:  # Ctrl-C: the workers hold addresses that the caller is about to free
+                with undisturbed():
+                    self._settle()
+                raise
+
+    def _settle(self) -> None:
+        """Wait until no worker is at the last job, whatever of it was done. One that is woken for nothing goes back to sleep."""
+        for wake in self._wake[1:]:
+            wake.release()
+        while not self.kernels.settled(self.control):
+            time.sleep(1e-4)
 
     def _start(self, part: int) -> None:
         wake = threading.Semaphore(0)
-        self._wake.append(wake)
         number = self.kernels.number(self.control)
-        threading.Thread(target=self._serve, args=(part, wake, number), name=f"quantkit-{part}", daemon=True).start()
+        thread = threading.Thread(target=self._serve, args=(part, wake, number), name=f"quantkit-{part}", daemon=True)
+        thread.start()
+        self._wake.append(wake)  # once it is there: jobs count on every one in this list
+        self._threads.append(thread)
 
     def _serve(self, part: int, wake: threading.Semaphore, seen: int) -> None:
-        while True:
+        while not self._closing:
             seen = self.kernels.work(self.control, part, seen, PATIENCE)
             wake.acquire()
+
+    def close(self) -> None:
+        """End the workers, before the interpreter frees what they look at. The next job starts others."""
+        if self.process != os.getpid():  # a forked child has none of the parent's threads
+            return
+        with self._lock:
+            self._closing = True
+            for wake in self._wake[1:]:
+                wake.release()
+            for thread in self._threads:
+                thread.join()
+            self._wake, self._threads, self._closing = self._wake[:1], [], False
 
 
 def pool() -> Pool:
@@ -103,6 +152,7 @@ def pool() -> Pool:
     with _guard:
         if _pool is None or _pool.process != os.getpid():
             _pool = Pool()
+            atexit.register(_pool.close)
         return _pool
 
 

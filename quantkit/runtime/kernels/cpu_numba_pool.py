@@ -85,6 +85,12 @@ def finish(control, parts):
 
 
 @jit
+def settled(control):
+    """Whether every worker is through with the last job: what ``finish`` waits for, asked after an interrupt."""
+    return atomic_load(control + DONE) >= (atomic_load(control + SEQUENCE) & 255) - 1
+
+
+@jit
 def number(control):
     """Where a new worker starts: it must not do a job that was posted before it was there."""
     return atomic_load(control + SEQUENCE)

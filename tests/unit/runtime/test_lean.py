@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from quantkit.core.kvscheme import KVScheme
+from quantkit.errors import UnsupportedModel
 from quantkit.runtime import workers
 from quantkit.runtime.attention import transformers_cache
 from quantkit.runtime.family import recognise
-from quantkit.runtime.lean import lean_step, proved
+from quantkit.runtime.lean import LeanStep, lean_step, proved
 from quantkit.runtime.model import Model
 
 CPU = torch.device("cpu")
@@ -55,9 +57,18 @@ def test_other_structures_are_left_alone(tiny: Any, kind: str) -> None:
     assert recognise(tiny.module(tiny.config(kind))) is None
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @needs_numba
+@pytest.mark.parametrize("threads", [1, 2, 5], indirect=True)
 @pytest.mark.parametrize("kind", [*FAMILY, "gemma3_text"])
-def test_a_compiled_step_equals_the_definition_over_pages_and_windows(tiny: Any, kind: str) -> None:
+def test_a_compiled_step_equals_the_definition_over_pages_and_windows(tiny: Any, kind: str, threads: int) -> None:
     config = tiny.config(kind, **({"head_dim": 32} if kind == "gemma3_text" else {}))
     module = tiny.module(config)
     step = lean_step(module, config, torch.float32, CPU)
@@ -80,9 +91,13 @@ def test_a_quantized_cache_is_written_and_read_as_the_definition_does(tiny: Any,
     ids = tokens(2, 90)
     options = {"kv_scheme": KVScheme(bits), "kv_scales": tiny.kv_scales(module, bits, ids)}
     expected = decode(model_of(module, config, lean=False, **options), ids, 60)
-    torch.testing.assert_close(
-        decode(model_of(module, config, lean=True, **options), ids, 60), expected, rtol=1e-3, atol=1e-4
-    )
+    model = model_of(module, config, lean=True, **options)
+    taken = []
+    step = model.lean
+    model.lean = lambda *given: taken.append(step(*given)) or taken[-1]
+    torch.testing.assert_close(decode(model, ids, 60), expected, rtol=1e-3, atol=1e-4)
+    assert len(taken) == 30
+    assert all(hidden is not None for hidden in taken)
 
 
 @needs_numba
@@ -109,3 +124,39 @@ def test_a_model_that_joins_the_same_parts_otherwise_is_found_out(tiny: Any) -> 
     assert recognise(tiny.module(config)) is not None
     assert not proved(json.dumps(config, sort_keys=True))
     assert proved(json.dumps(tiny.config("llama"), sort_keys=True))
+
+
+@needs_numba
+def test_attention_scaled_by_position_is_found_out(tiny: Any) -> None:
+    """ministral3 holds llama's parts and scales queries beyond its original context: only tokens out there tell."""
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 4096,
+        "llama_4_scaling_beta": 0.5,
+    }
+    config = tiny.config("mistral", model_type="ministral3", rope_parameters=rope, max_position_embeddings=8192)
+    assert recognise(tiny.module(config)) is not None
+    assert not proved(json.dumps(config, sort_keys=True))
+
+
+def test_a_block_with_a_tensor_of_its_own_is_not_taken(tiny: Any) -> None:
+    module = tiny.module(tiny.config("llama"))
+    module.base_model.layers[1].register_buffer("layer_scalar", torch.ones(1))
+    assert recognise(module) is None
+
+
+@needs_numba
+def test_a_twin_that_gives_nan_proves_nothing(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LeanStep, "__call__", lambda self, ids, cache, mask: torch.full((*ids.shape, 64), float("nan")))
+    assert not proved(json.dumps(tiny.config("llama", vocab_size=200), sort_keys=True))
+
+
+@needs_numba
+def test_a_config_without_a_twin_decodes_by_the_definition(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: Any) -> Any:
+        raise UnsupportedModel("no twin of this")
+
+    monkeypatch.setattr("quantkit.model.twin.small_twin", fail)
+    with pytest.warns(UserWarning, match="no twin of this"):
+        assert not proved(json.dumps(tiny.config("llama", vocab_size=201), sort_keys=True))

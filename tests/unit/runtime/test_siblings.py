@@ -48,7 +48,7 @@ def test_a_joined_model_computes_the_same(name: str) -> None:
     assert [part.rpartition(".")[2] for part in groups[0]] == ["q_proj", "k_proj", "v_proj"] or name == "opt"
     torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
     layer = next(m for m in model.modules() if isinstance(m, SiblingLinear))
-    assert layer.siblings._input is None  # nothing waits after a step
+    assert layer.siblings._waiting.input is None  # nothing waits after a step
     assert layer.dequantize().shape == (layer.out_features, layer.in_features)
 
 

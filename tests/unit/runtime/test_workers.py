@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,3 +72,62 @@ def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
         caller.join()
     torch.set_num_threads(before)
     assert not wrong
+
+
+class _Interrupted:
+    """The compiled functions, with a Ctrl-C after (or before) one of them."""
+
+    def __init__(self, kernels: Any, name: str, after: bool) -> None:
+        self.kernels, self.name, self.after = kernels, name, after
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if name == self.name and not self.after:
+                raise KeyboardInterrupt
+            found = getattr(self.kernels, name)(*args)
+            if name == self.name:
+                raise KeyboardInterrupt
+            return found
+
+        return call
+
+
+@pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", ["post", "finish"])
+@pytest.mark.parametrize("asleep", [False, True])
+def test_an_interrupt_leaves_no_worker_at_the_job_and_the_next_one_runs(name: str, after: bool, asleep: bool) -> None:
+    own = workers.Pool()
+    kernels = own.kernels
+    job = np.zeros(64, dtype=np.int64)
+    try:
+        own.run(job, 3)
+        if asleep:
+            time.sleep(0.05)
+        own.kernels = _Interrupted(kernels, name, after)
+        with pytest.raises(KeyboardInterrupt):
+            own.run(job, 3)
+        assert kernels.settled(own.control)
+        own.kernels = kernels
+        for _ in range(50):
+            own.run(job, 3)
+    finally:
+        own.kernels = kernels
+        threads = list(own._threads)
+        own.close()
+    assert len(threads) == 2
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+def test_a_numba_that_does_not_import_is_said_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> Any:
+        raise ImportError("Numba needs NumPy 2.3 or less")
+
+    monkeypatch.setattr(workers.importlib, "import_module", refuse)
+    workers.available.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="NumPy 2.3 or less"):
+            assert not workers.available()
+    finally:
+        workers.available.cache_clear()
