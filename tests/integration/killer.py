@@ -110,8 +110,11 @@ class Job:
         found = self.collect()
         for state in found:
             self.resume(state)
-        if found and self.task["again"]:
-            self.place(self.draw.choice(found))
+        unfinished = [
+            state for state in found if not (state / "out").exists() or (state / ".out.work" / "job.json").exists()
+        ]
+        if unfinished and self.task["again"]:
+            self.place(self.draw.choice(unfinished))
             self.kill_on_the_way({self.draw.randrange(40) for _ in range(self.task["again"])}, self.task["again"])
             for state in self.collect():
                 self.resume(state)
@@ -194,8 +197,12 @@ class Job:
 
         statuses = self.attempt(before)
         if sorted(statuses)[0] != 0 or any(s not in (0, signal.SIGKILL) for s in statuses):
-            self.failures.append(f"the job that is killed on its way ended with {statuses}")
+            self.failures.append(f"the job that is killed on its way ended with {statuses} {self.said()}")
         self.clear()
+
+    def said(self) -> str:
+        """The error that ended the last job, if one did."""
+        return self.error.read_text() if self.error.exists() else ""
 
     def collect(self) -> list[Path]:
         """The copies that no other one equals, out of the way. Checks that nothing half-written has the final name."""
@@ -225,8 +232,7 @@ class Job:
         if not self.out.exists() or self.record.exists():
             status = self.attempt()
             if status != [0]:
-                said = self.error.read_text() if self.error.exists() else ""
-                self.failures.append(f"{label}: the resumed job ended with {status} {said}")
+                self.failures.append(f"{label}: the resumed job ended with {status} {self.said()}")
         if hashes(self.out) != self.wanted:
             self.failures.append(f"{label}: other bytes")
         left = [

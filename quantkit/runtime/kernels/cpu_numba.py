@@ -37,6 +37,8 @@ from quantkit.runtime.kernels.cpu_numba_ir import (
     store_f32,
     store_i16,
     store_i32,
+    widen4,
+    widen8,
 )  # fmt: skip
 
 
@@ -203,21 +205,23 @@ def floats(job, part, parts):
         codes = m[CODES] + (first + row) * m[ROW_BYTES]
         scales, zeros = m[SCALES] + (first + row) * m[SCALE_STRIDE], m[ZEROS] + (first + row) * m[ZERO_STRIDE]
         to = out + row * columns * 4
-        for start in range(0, columns, 32):
-            g = start // group
+        for g in range(m[BLOCKS]):
+            first_column = g * group
             scale = as_float(np.int32(load_u16(scales, g) << m[SCALE_SHIFT])) * factor
             at = g & m[ZERO_MASK]
-            width = min(32, columns - start)
+            whole = min(group, columns - first_column) // 32
+            start = first_column + 32 * whole  # behind it: less than 32 columns at the end of a row
             if m[KIND] == NIBBLES:
                 zero = load_i8(zeros, at)
-                for j in range(min(16, width)):
-                    store_f32(to, start + j, F((load_u8(codes, start // 2 + j) & 15) - zero) * scale)
-                for j in range(16, width):
-                    store_f32(to, start + j, F((load_u8(codes, start // 2 + j - 16) >> 4) - zero) * scale)
+                widen4(codes + first_column // 2, to + first_column * 4, whole, zero, scale)
+                for j in range(min(first_column + group, columns) - start):
+                    byte = load_u8(codes, start // 2 + j % 16)
+                    store_f32(to, start + j, F((byte & 15 if j < 16 else byte >> 4) - zero) * scale)
             else:
                 zero = load_i16(zeros, at)
-                for j in range(width):
-                    store_f32(to, start + j, F(load_i8(codes, start + j) - zero) * scale)
+                widen8(codes + first_column, to + first_column * 4, whole, zero, scale)
+                for j in range(start, min(first_column + group, columns)):
+                    store_f32(to, j, F(load_i8(codes, j) - zero) * scale)
 
 
 @jit

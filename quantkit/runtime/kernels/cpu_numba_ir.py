@@ -31,6 +31,7 @@ V16I8, V16I16, V8I16, V8I32, V16I32 = (
     ir.VectorType(I8, 16), ir.VectorType(I16, 16), ir.VectorType(I16, 8), ir.VectorType(I32, 8), ir.VectorType(I32, 16),
 )  # fmt: skip
 V4F32, V8F32, V8F16 = ir.VectorType(F32, 4), ir.VectorType(F32, 8), ir.VectorType(F16, 8)
+V16F32 = ir.VectorType(F32, 16)
 int64, int32, float32 = types.int64, types.int32, types.float32
 
 
@@ -189,6 +190,40 @@ def dot4(typing, codes, scales, zeros, zero_mask, x, x_scales, x_sums, blocks, p
 def dot8(typing, codes, scales, zeros, zero_mask, x, x_scales, x_sums, blocks, parts, shift, factor):
     """The same for a row of signed bytes. zeros: int16."""
     return _ROW, _row_dot(_bytes, 32, I16)
+
+
+def _widen(nibbles: bool) -> Any:
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        codes, out, blocks, zero, scale = args
+        zeros = _splat(b, b.sitofp(zero, F32), V16F32)
+        scales = _splat(b, scale, V16F32)
+        with cgutils.for_range(b, blocks) as loop:
+            first = b.add(codes, b.mul(loop.index, ir.Constant(I64, 16 if nibbles else 32)))
+            halves = [_vector(b, first, V16I8)]
+            if nibbles:
+                halves = [b.and_(halves[0], _same(V16I8, 15)), b.lshr(halves[0], _same(V16I8, 4))]
+            else:
+                halves.append(_vector(b, first, V16I8, 16))
+            for index, half in enumerate(halves):
+                wide = b.zext(half, V16I32) if nibbles else b.sext(half, V16I32)
+                value = b.fmul(b.fsub(b.sitofp(wide, V16F32), zeros), scales)
+                to = b.add(out, b.add(b.shl(loop.index, ir.Constant(I64, 7)), ir.Constant(I64, 64 * index)))
+                b.store(value, _at(b, to, V16F32), align=4)
+        return context.get_dummy_value()
+
+    return generate
+
+
+@intrinsic
+def widen4(typing, codes, out, blocks, zero, scale):
+    """``32 * blocks`` planar nibbles of one group -> float32 ``(code - zero) * scale`` at ``out``."""
+    return types.void(int64, int64, int64, int32, float32), _widen(True)
+
+
+@intrinsic
+def widen8(typing, codes, out, blocks, zero, scale):
+    """The same for signed bytes."""
+    return types.void(int64, int64, int64, int32, float32), _widen(False)
 
 
 def _as_floats(kind: str, b: Any, address: Any, byte_offset: Any) -> Any:
