@@ -62,6 +62,12 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
     if rows > step:
         return torch.cat([unpack_rows(part, bits, cols) for part in words.split(step)])
     mask = (1 << bits) - 1
+    if bits in (4, 8):
+        pairs = words.contiguous().view(
+            torch.uint8
+        )  # int32 is little-endian on every platform that torch has wheels for
+        fields = pairs if bits == 8 else torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+        return fields[:, :cols].contiguous()
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
         fields = (words.unsqueeze(-1) >> shifts) & mask  # the arithmetic shift's sign bits are masked away
@@ -83,6 +89,10 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
 def _pack_aligned(codes: Tensor, bits: int) -> Tensor:
     rows, cols = codes.shape
     per_word, width = 32 // bits, packed_width(cols, bits)
+    if bits in (4, 8):
+        fields = torch.zeros(rows, width * per_word, dtype=torch.uint8, device=codes.device)
+        fields[:, :cols] = codes
+        return (fields if bits == 8 else fields[:, ::2] | fields[:, 1::2] << 4).view(torch.int32)
     padded = torch.zeros(rows, width * per_word, dtype=torch.int32, device=codes.device)
     padded[:, :cols] = codes
     fields = padded.reshape(rows, width, per_word)

@@ -102,12 +102,12 @@ class WordsWeight(PackedWeight):
         self.register_buffer("zeros", None if q.zeros is None else q.zeros.to(small))
 
     def columns(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        codes = unpack_codes(self.words[start:stop], self.scheme.bits, self.in_features)
+        codes = unpack_rows(self.words[start:stop], self.scheme.bits, self.in_features)
         zeros = None if self.zeros is None else self.zeros[start:stop]
         return affine.dequantize(codes, self.scales[start:stop], zeros, self.scheme).to(dtype).T
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        codes = unpack_codes(self.words[index], self.scheme.bits, self.in_features)
+        codes = unpack_rows(self.words[index], self.scheme.bits, self.in_features)
         zeros = None if self.zeros is None else self.zeros[index]
         return affine.dequantize(codes, self.scales[index], zeros, self.scheme).to(dtype)
 
@@ -130,19 +130,6 @@ class BlockWeight(PackedWeight):
     def columns(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         raw = {name: self.get_buffer(f"raw_{index}") for index, name in enumerate(self._names)}
         return self._decode(raw)[start:stop].to(dtype).T
-
-
-def unpack_codes(words: Tensor, bits: int, cols: int) -> Tensor:
-    """``core.packing.unpack_rows`` with a short cut for 4 and 8 bits: the words' bytes are the codes, or pairs of them.
-
-    (int32 words on a little-endian machine, which every platform torch has wheels for is.)
-    """
-    if bits == 8:
-        return words.view(torch.uint8)[:, :cols]
-    if bits == 4:
-        pairs = words.view(torch.uint8)
-        return torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)[:, :cols]
-    return unpack_rows(words, bits, cols)
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
