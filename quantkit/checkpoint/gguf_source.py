@@ -153,6 +153,12 @@ class GGUFSource:
                 digest.update(block)
         return digest.hexdigest()
 
+    def kinds(self) -> list[str]:
+        return [f"GGUF {kind}" for kind in sorted({stored.kind for stored in self.header.tensors.values()})]
+
+    def file_bytes(self) -> int:
+        return self.path.stat().st_size
+
     def digest(self) -> str:
         """sha256 of the file."""
         return self._digest

@@ -57,11 +57,11 @@ def match_names(
     if missing:
         raise SourceError(
             f"{where}: lacks {len(missing)} tensors that its architecture needs, first {missing[0]!r}. "
-            "The download is incomplete, or config.json belongs to another model."
+            "The download is incomplete, or config.json belongs to another model (one that is no causal language model, for example)."
         )
     if extra:
         raise UnsupportedModel(
             f"{where}: stores {len(extra)} tensors that its architecture has no place for, first {sorted(extra)[0]!r}. "
-            "quantkit would lose them; this model is not supported."
+            "quantkit does not load stored buffers and unknown tensors and would lose them; this model is not supported."
         )
     return {name: found[name] for name in wanted}

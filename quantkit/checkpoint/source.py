@@ -66,6 +66,12 @@ class Source(Protocol):
     def read_entry(self, name: str, index: int) -> Tensor:
         """One entry of a tensor's first dimension (one expert of a fused tensor), without reading the others."""
 
+    def kinds(self) -> list[str]:
+        """How numbers are stored: dtypes, or the packings of a GGUF file."""
+
+    def file_bytes(self) -> int:
+        """Bytes of the files that hold the tensors."""
+
     def digest(self) -> str:
         """sha256 that identifies the content."""
 
@@ -138,6 +144,12 @@ class FolderSource:
                     hashlib.file_digest(stream, "sha256").digest() if hasattr(hashlib, "file_digest") else _hash(stream)
                 )
         return digest.hexdigest()
+
+    def kinds(self) -> list[str]:
+        return sorted({str(info.dtype).removeprefix("torch.") for info in self._infos.values()})
+
+    def file_bytes(self) -> int:
+        return sum((self.path / file).stat().st_size for file in set(self._files.values()))
 
     def digest(self) -> str:
         return self._digest
@@ -281,8 +293,17 @@ def _header(file: Path) -> dict[str, TensorInfo]:
                     raise SourceError(f"{file}: {name!r} has dtype {dtype}, which quantkit does not read.")
                 infos[name] = TensorInfo(DTYPES[dtype], tuple(part.get_shape()))
     except (SafetensorError, OSError) as error:
+        if _is_lfs_pointer(file):
+            raise SourceError(
+                f"{file}: is a Git LFS pointer, not the weights. Run `git lfs pull` in its folder."
+            ) from error
         raise SourceError(f"{file}: not a whole safetensors file ({error}). Download it again.") from error
     return infos
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(24) == b"version https://git-lfs."
 
 
 def _begins(file: Path) -> dict[str, int]:

@@ -142,7 +142,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
         from quantkit.convert.describe import describe, plan_json
 
         print_json(plan_json(plan)) if as_json else print_lines(describe(plan))
-        plan.raise_problems()
+        _end_dry_run(plan)
         return
     plan.raise_problems()
     if not as_json:
@@ -150,7 +150,15 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
             click.echo(f"note: {warning}", err=True)
     with bar() as listen:
         report = run(plan, lambda p: listen(p.stage, p.done, p.total, p.note), started)
-    print_json(report.to_json()) if as_json else print_lines(report.table())
+    print_json(report.to_json()) if as_json else print_lines(report.table(warned=True))
+
+
+def _end_dry_run(plan: Any) -> None:
+    """Exit with an error if the plan, which was just printed, cannot run."""
+    count = len(plan.problems)
+    if count:
+        click.echo(f"This cannot run: {count} problem{'s' if count > 1 else ''}, see above.", err=True)
+        raise SystemExit(2)
 
 
 def _typed(given: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +179,7 @@ def _run_repack(plan: Any, started: float, *, dry_run: bool, as_json: bool) -> N
 
     if dry_run:
         print_json(plan.to_json()) if as_json else print_lines(plan.describe())
-        plan.raise_problems()
+        _end_dry_run(plan)
         return
     plan.raise_problems()
     with bar() as listen:

@@ -43,7 +43,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Generate text with MODEL: a folder, a .gguf file, or a name that `quantkit fetch` knows. Timings go to stderr."""
+    """Generate text with MODEL: a folder, a .gguf file, a hub id (org/name), or a name that `quantkit fetch` knows. Timings go to stderr."""
     from quantkit.runtime.load import load
     from quantkit.runtime.sampling import GenerationOptions
 
@@ -86,7 +86,7 @@ def command(
     click.echo(
         f"loaded in {load_seconds:.1f} s; {result.prompt_tokens} prompt tokens, first token after "
         f"{result.time_to_first_token * 1e3:.0f} ms; {len(result.tokens)} tokens, {median * 1e3:.1f} ms each (median), "
-        f"{result.tokens_per_second:.1f} tokens/s; KV cache {loaded.kv_bits} bit, {result.kv_cache_bytes / 1e6:.2f} MB; "
+        f"{result.tokens_per_second:.1f} tokens/s; KV cache {loaded.kv_stored_bits} bit, {result.kv_cache_bytes / 1e6:.2f} MB; "
         f"ended by {result.finish_reason}",
         err=True,
     )

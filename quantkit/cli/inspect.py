@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import click
 
 from quantkit.cli.output import print_json, print_lines
+
+EXPERT = re.compile(r"experts\.\d+")
 
 
 @click.command()
@@ -38,7 +41,7 @@ def command(source: str, check: bool, as_json: bool) -> None:
 
 def _lines(data: dict[str, Any]) -> list[str]:
     """What was found, for people."""
-    from quantkit.convert.engines import Verdict
+    from quantkit.convert.engines import Verdict, verdict_lines
 
     lines = []
     for key, value in data.items():
@@ -48,7 +51,8 @@ def _lines(data: dict[str, Any]) -> list[str]:
                 for line in value
             ]
         elif key == "engines":
-            lines += [f"  loads in  {Verdict(**{**found, 'notes': tuple(found['notes'])}).line()}" for found in value]
+            verdicts = [Verdict(**{**found, "notes": tuple(found["notes"])}) for found in value]
+            lines += [f"  loads in  {line}" for line in verdict_lines(verdicts)]
         elif key == "schemes":
             lines += [f"  scheme    {count:4d} x {scheme}" for scheme, count in value.items()]
         else:
@@ -93,7 +97,7 @@ def _structure(source: Any) -> dict[str, Any]:
     kinds: dict[tuple[str, int, int], int] = {}
     for block in blocks.modules:
         for name, linear in block_linears(block).items():
-            key = (name, linear.out_features, linear.in_features)
+            key = (EXPERT.sub("experts.*", name), linear.out_features, linear.in_features)
             kinds[key] = kinds.get(key, 0) + 1
     infos = [source.info(name) for name in source.names()]
     return {
@@ -104,7 +108,8 @@ def _structure(source: Any) -> dict[str, Any]:
         "tied": ", ".join(f"{a} = {b}" for a, b in weights.tied.items()) or "nothing",
         "tensors": len(infos),
         "bytes": sum(info.nbytes for info in infos),
-        "stored_as": ", ".join(sorted({str(info.dtype).removeprefix("torch.") for info in infos})),
+        "file_bytes": source.file_bytes(),
+        "stored_as": ", ".join(source.kinds()),
         "linears": [{"name": n, "out_features": o, "in_features": i, "count": c} for (n, o, i), c in kinds.items()],
     }
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from quantkit import __version__
+from quantkit.cli.output import print_json
 from quantkit.errors import QuantkitError, QuantkitWarning, RequestError
 
 COMMANDS = {
@@ -25,6 +26,12 @@ COMMANDS = {
 }
 INTERRUPTED = "Interrupted."
 NOT_LANDED = ("serve",)
+ELSEWHERE = {
+    "repack": "convert",
+    "quantize": "convert",
+    "run": "generate",
+    "perplexity": "eval",
+}  # names that others use
 
 
 class Commands(click.Group):
@@ -36,6 +43,8 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in NOT_LANDED:
             raise click.UsageError(f"'{cmd_name}' has not landed yet. Commands: {', '.join(COMMANDS)}.")
+        if cmd_name in ELSEWHERE:
+            raise click.UsageError(f"'{cmd_name}' is part of `quantkit {ELSEWHERE[cmd_name]}` here: see its --help.")
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"quantkit.cli.{cmd_name}").command
@@ -52,7 +61,8 @@ def cli() -> None:
     """Quantize large language models, prove what it cost, and run them.
 
     A SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch`
-    knows. Exit code 0: done, 1: the job failed, 2: the request was wrong.
+    knows. Exit code 0: done, 1: it failed (a file, a model, the machine), 2: the request was wrong or
+    cannot be carried out as it stands, 130: interrupted.
     """
 
 
@@ -69,10 +79,12 @@ def main() -> None:
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.ClickException as error:
+        if "--json" in sys.argv[1:]:
+            print_json({"error": error.format_message(), "exit_code": 2})
         error.show()
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort) as error:
-        fail(INTERRUPTED, 1, error)
+        fail(INTERRUPTED, 130, error)
     except RequestError as error:
         fail(str(error), 2, error)
     except QuantkitError as error:
@@ -85,15 +97,17 @@ def main() -> None:
         # An interrupt that arrives inside a library's compiled code may come out as any other exception.
         if not _interrupted:
             raise
-        fail(INTERRUPTED, 1, error)
+        fail(INTERRUPTED, 130, error)
 
 
 def fail(message: str, code: int, error: BaseException | None = None) -> None:
     """Print one message, and below it what was noted on the error (what a job left behind), then exit."""
     if _interrupted:  # whatever came of it
-        message, code = INTERRUPTED, 1
+        message, code = INTERRUPTED, 130
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C twice gets the message, too
     message = "\n".join([message, *_notes(error)])
+    if "--json" in sys.argv[1:]:  # a script reads stdout, whatever happened
+        print_json({"error": message, "exit_code": code})
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
     sys.exit(code)
 

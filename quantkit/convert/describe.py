@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantkit.convert.engines import verdict_lines
 from quantkit.convert.lint import lint_plan
 from quantkit.convert.plan import Plan
 from quantkit.core.host import size_text
@@ -31,7 +32,7 @@ def describe(plan: Plan) -> str:
         f"  keeps     {len(plan.plain)} tensors unchanged",
         f"  needs     host {size_text(p.host)}, device {size_text(p.device)}, disk {size_text(p.disk)} while running; output {size_text(p.output)}",
     ]
-    lines += [f"  loads in  {verdict.line()}" for verdict in lint_plan(plan)]
+    lines += [f"  loads in  {line}" for line in verdict_lines(lint_plan(plan))]
     lines.append(f"  works in  {o.work_folder} (finished blocks; a stopped job goes on with --resume)")
     lines += [f"  note      {warning}" for warning in plan.warnings]
     lines += [f"  PROBLEM   {problem}" for problem in plan.problems]

@@ -76,6 +76,20 @@ class Verdict:
         return f"{self.engine} {self.version}: yes{size}{notes}"
 
 
+def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """A line for each engine; those that do not know the format at all share one."""
+    strangers = [v for v in verdicts if not v.loads and v.reason.lower().startswith("does not read the format")]
+    lines = [verdict.line() for verdict in verdicts if verdict not in strangers]
+    if strangers:
+        names = ", ".join(f"{verdict.engine} {verdict.version}" for verdict in strangers)
+        lines.append(
+            f"none of {names}: {strangers[0].reason.rstrip('.').replace('does not read', 'they do not read')}."
+        )
+    if len(verdicts) > 1 and not any(verdict.loads for verdict in verdicts[1:]):
+        lines.append("nothing but quantkit: another --format, --sym, fewer rules or another group size may widen that")
+    return lines
+
+
 def _sentence(reason: str) -> str:
     """With a capital, unless it begins with a module's name."""
     word = reason.partition(" ")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ from quantkit.core.host import current_rss, peak_rss
 
 CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
 GENERATE_BYTES = 2 * 10**9  # the written model is loaded and run if it takes no more, or no more than the job did
+KERNEL_BYTES = 130 << 20  # numba 55 MB, compiled kernels 75 MB
 BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
 
 
@@ -54,7 +57,14 @@ class Sizes:
     outside_bytes: int  # of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none
     packed_model: int = 0  # of the written model, loaded to run it
     fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
+    kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
+
+
+def kernel_bytes() -> int:
+    """What running a packed model adds for numba and its compiled kernels, if they are there and not loaded yet."""
+    loaded = "quantkit.runtime.kernels.cpu_numba_pool" in sys.modules
+    return 0 if loaded or importlib.util.find_spec("numba") is None else KERNEL_BYTES
 
 
 def predict(sizes: Sizes) -> Prediction:
@@ -90,7 +100,7 @@ def predict(sizes: Sizes) -> Prediction:
     if sizes.outside_bytes:
         phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
     if sizes.packed_model <= max(GENERATE_BYTES, *phases.values()):
-        phases["generate"] = sizes.packed_model
+        phases["generate"] = sizes.packed_model + sizes.kernels
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
     work = output + 2 * states

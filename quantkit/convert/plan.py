@@ -17,11 +17,12 @@ from quantkit.checkpoint.source import Source, TensorInfo, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.folder import carried
-from quantkit.convert.memory import Prediction, Sizes, predict
+from quantkit.convert.memory import Prediction, Sizes, kernel_bytes, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
+from quantkit.core.host import size_text
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.experts import expert_linears, routers
@@ -69,11 +70,14 @@ class Plan:
         return [target for target in self.targets.values() if target.kind != "linear"]
 
     def raise_problems(self) -> None:
-        """Raises QuantkitError that lists every problem at once."""
+        """Raises RequestError that lists every problem at once."""
         if self.problems:
-            raise QuantkitError(
+            raise RequestError(
                 "This conversion cannot run:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
             )
+
+
+EXACT = ("F32", "F16", "BF16")
 
 
 def make_plan(options: ConvertOptions) -> Plan:
@@ -102,6 +106,16 @@ def make_plan(options: ConvertOptions) -> Plan:
     windows = _windows(options, tokenizer, model, problems)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
+    if windows is not None and options.method != "rtn":
+        warnings += few_tokens(windows.ids.numel(), blocks)
+    rounded = (
+        [kind for kind in source.kinds() if kind.removeprefix("GGUF ") not in EXACT] if source.path.is_file() else []
+    )
+    if rounded:
+        warnings.append(
+            f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its weights are read as float16, "
+            "and losses and sizes are counted from there"
+        )
     prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows))
     problems += check_room(options, prediction)
     if options.resume:
@@ -179,6 +193,25 @@ def _windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems
         return None
 
 
+def few_tokens(tokens: int, blocks: Blocks) -> list[str]:
+    """A note if there are fewer tokens than the widest linear has inputs: its Hessian cannot have full rank then, and what is left is
+    decided by the damping. Experts, which see a share of the tokens, are counted when they have run."""
+    experts = {name for block in blocks.modules for name in expert_linears(block)}
+    widths = [
+        linear.in_features
+        for block in blocks.modules
+        for name, linear in block_linears(block).items()
+        if name not in experts
+    ]
+    widest = max(widths, default=0)
+    if tokens >= widest:
+        return []
+    return [
+        f"{tokens} calibration tokens are fewer than the {widest} inputs of the widest linear: the result will be poor, and the errors "
+        "that are reported (measured on these very tokens) too small. Use more --samples or a longer --seq-len"
+    ]
+
+
 def _sizes(
     options: ConvertOptions, weights: Weights, blocks: Blocks, targets: dict[str, Target], plain: list[str],
     split: list[str], windows: Windows | None,
@@ -218,6 +251,7 @@ def _sizes(
         plain_bytes=sum(info.nbytes for info in infos) + cut,
         packed_bytes=int(packed),
         packed_model=packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
+        kernels=kernel_bytes(),
         calibrated=windows is not None,
         fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,

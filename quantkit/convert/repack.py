@@ -23,7 +23,7 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter, check_output
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_folder
-from quantkit.convert.memory import GENERATE_BYTES
+from quantkit.convert.memory import GENERATE_BYTES, kernel_bytes
 from quantkit.convert.plan import packed_model, refuse_same_place
 from quantkit.convert.repack_request import refuse_contradictions
 from quantkit.convert.report import ConvertReport, LayerReport
@@ -35,7 +35,7 @@ from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
 from quantkit.core.host import current_rss, map_large_blocks, peak_rss, release_free_memory, size_text
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, QuantkitError, SourceError, UnsupportedModel
+from quantkit.errors import CheckpointError, RequestError, SourceError, UnsupportedModel
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.formats.kv_scales import read_kv_scales
 from quantkit.formats.reader import QuantizedReader
@@ -68,9 +68,9 @@ class RepackPlan:
     warnings: list[str] = field(default_factory=list)
 
     def raise_problems(self) -> None:
-        """Raises QuantkitError that lists every problem at once."""
+        """Raises RequestError that lists every problem at once."""
         if self.problems:
-            raise QuantkitError("This repack cannot run:\n" + "\n".join(f"  - {problem}" for problem in self.problems))
+            raise RequestError("This repack cannot run:\n" + "\n".join(f"  - {problem}" for problem in self.problems))
 
     def schemes(self) -> dict[str, int]:
         """How many modules have which scheme, most common first."""
@@ -146,6 +146,7 @@ def plan_repack(ref: str | Path, out: Path, requested: Mapping[str, Any]) -> Rep
     working = 2 * PART_BYTES + max(3 * largest, 14 * widest)
     packed = sum(_packed_bytes(scheme, shapes[name]) for name, scheme in schemes.items())
     whole = packed_model([source.info(name) for name in kept], packed, [n * k for n, k in shapes.values()])
+    whole += kernel_bytes()
     plan.generates = whole <= max(GENERATE_BYTES, working)
     plan.host = max(peak_rss(), current_rss() + libraries + max(working, whole if plan.generates else 0))
     free = shutil.disk_usage(out.parent).free

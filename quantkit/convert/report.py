@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.convert.engines import Verdict
+from quantkit.convert.engines import Verdict, verdict_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class ConvertReport:
             "layers": [layer.to_json() for layer in self.layers],
         }
 
-    def table(self) -> str:
-        """A few lines for people: what was written, how well, the worst layers."""
+    def table(self, *, warned: bool = False) -> str:
+        """A few lines for people: what was written, how well, the worst layers. warned: the plan's warnings were shown before."""
         did = self.method if self.repacked_from is None else f"repacked from {self.repacked_from}, no code changed"
         lines = [
             f"{self.out}: {did}, {self.scheme}, {self.format}"
@@ -125,16 +125,18 @@ class ConvertReport:
         ]
         if self.sample is not None:
             shown = f"{self.sample['prompt']} -> {self.sample['text']}"
-            lines.append(f"  writes    {' '.join(shown.split())}")
+            lines.append(f"  sample    {' '.join(shown.split())}")
         measured = [layer for layer in self.layers if layer.relative_output_error is not None]
         if measured:
             worst = sorted(measured, key=lambda layer: -(layer.relative_output_error or 0))[:3]
             shown = ", ".join(f"{layer.name} {layer.relative_output_error:.1%}" for layer in worst)
             mean = sum(layer.relative_output_error or 0 for layer in measured) / len(measured)
-            lines.append(f"  error     relative output error {mean:.1%} on average; largest: {shown}")
+            lines.append(
+                f"  error     relative output error on the calibration text {mean:.1%} on average; largest: {shown}"
+            )
         lines += self._trouble()
-        lines += [f"  loads in  {verdict.line()}" for verdict in self.engines]
-        lines += [f"  note      {warning}" for warning in [*self.warnings, *self.notes]]
+        lines += [f"  loads in  {line}" for line in verdict_lines(self.engines)]
+        lines += [f"  note      {warning}" for warning in [*([] if warned else self.warnings), *self.notes]]
         return "\n".join(lines)
 
     def _trouble(self) -> list[str]:

@@ -124,17 +124,17 @@ def _bad(text: str, what: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the rules say about a model. schemes: by module name, None for 16 bit. warnings: rules without effect."""
+    """What the rules say about a model. schemes: by module name, None for 16 bit. problems: rules without effect."""
 
     schemes: Mapping[str, Scheme | None]
-    warnings: tuple[str, ...]
+    problems: tuple[str, ...]
 
 
 def choose_schemes(rules: Sequence[Rule], base: Scheme, linears: Sequence[str], outside: Sequence[str]) -> Choice:
     """Apply the rules. linears: the blocks' modules, ``base`` unless a rule takes them; outside: head and embeddings,
     16 bit unless a rule names them. Raises RequestError for a rule that matches nothing, with the nearest names."""
     taken: dict[str, Rule] = {}
-    warnings = []
+    problems = []
     for rule in rules:
         hits = [name for name in linears if rule.matches(name)] + [name for name in outside if rule.names(name)]
         if not hits:
@@ -142,13 +142,15 @@ def choose_schemes(rules: Sequence[Rule], base: Scheme, linears: Sequence[str], 
         fresh = [name for name in hits if name not in taken]
         if not fresh:
             by = dict.fromkeys(taken[name].text for name in hits)
-            warnings.append(f"rule {rule.text!r} has no effect: earlier rules take all it matches ({', '.join(by)})")
+            problems.append(
+                f"rule {rule.text!r} has no effect: earlier rules take all it matches ({', '.join(by)}). Put it before them, or leave it out."
+            )
         taken.update(dict.fromkeys(fresh, rule))
     schemes: dict[str, Scheme | None] = {}
     for name in [*linears, *outside]:
         default = base if name not in outside else None
         schemes[name] = taken[name].scheme(base) if name in taken else default
-    return Choice(schemes, tuple(warnings))
+    return Choice(schemes, tuple(problems))
 
 
 def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:

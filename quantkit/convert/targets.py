@@ -60,7 +60,7 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     choice = choose_schemes(
         rules, options.scheme, list(names.values()), [name for kind in outside for name in kind.names]
     )
-    found = Targets(warnings=list(choice.warnings))
+    found = Targets(problems=list(choice.problems))
     adapted: dict[tuple[int, int | None, int | None], int] = {}
     wanted: list[tuple[str, str, Any, str, Scheme | None]] = [
         (module, names[module], linear, "linear", choice.schemes[names[module]]) for module, linear in modules.items()

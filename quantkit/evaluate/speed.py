@@ -66,6 +66,7 @@ class Speed:
     device: str
     dtype: str
     kv_bits: int
+    kv_stored_bits: int
     kernel: str
     head_bits: int | None
     keep_dense: bool
@@ -106,7 +107,7 @@ class Speed:
         read = "" if not band.read else f"read {band.read / 1e9:.1f}, "
         return [
             f"memory      codes {held.codes / 1e6:.1f} MB, scales {held.scales / 1e6:.1f} MB, dense {held.dense / 1e6:.1f} MB, "
-            f"KV cache {held.kv_per_token / 1e3:.1f} kB a token ({self.kv_bits} bit)",
+            f"KV cache {held.kv_per_token / 1e3:.1f} kB a token ({self.kv_stored_bits} bit)",
             f"bandwidth   {read}copy {band.copy / 1e9:.1f} GB/s, {self.threads} threads{load}",
             f"measured    {self.model} on {self.device}, {self.dtype}, kernel {self.kernel} ({layouts}), loaded in {self.load_seconds:.1f} s",
         ]
@@ -219,6 +220,7 @@ def _bench(
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_bits=model.kv_bits,
+        kv_stored_bits=model.kv_stored_bits,
         layouts=model.layouts(),
         threads=torch.get_num_threads(),
         seed=seed,

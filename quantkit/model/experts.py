@@ -214,8 +214,8 @@ def _checked_parameters(module: nn.Module, where: str) -> bool:
         names |= {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     if not hasattr(module, "_apply_gate") or not set(FUSED) <= names or names not in (set(FUSED), known):
         raise UnsupportedModel(
-            f"{where}: weights of three dimensions that are no experts as quantkit knows them "
-            f"({', '.join(sorted(names))}); not supported."
+            f"{where}: weights of three dimensions ({', '.join(sorted(names))}) that are no experts as quantkit knows them; convolutions and "
+            "state-space layers are not supported."
         )
     return names == known
 

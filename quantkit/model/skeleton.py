@@ -78,7 +78,8 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         raise UnsupportedModel(f"config.json of this {kind} makes no model ({error!r}). Download it again.") from error
     except ValueError as error:
         raise UnsupportedModel(
-            f"model_type {kind!r}: transformers has no causal language model of that type ({_first_sentence(error)})"
+            f"model_type {kind!r}: transformers has no causal language model of that type"
+            + ("." if "configuration class" in str(error) else f" ({_first_sentence(error)}).")
         ) from None
     model.requires_grad_(False)
     if unfuse:
@@ -140,7 +141,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     for index, block in enumerate(blocks.modules):
         if not block_linears(block):
             raise UnsupportedModel(
-                f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no linear layer to quantize."
+                f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no nn.Linear to quantize (its matrices may be of another kind, as GPT-2's Conv1D); not supported."
             )
         odd = _odd_weights(block)
         if odd:

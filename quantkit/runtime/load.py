@@ -328,6 +328,12 @@ class _Plain:
     def read_entry(self, name: str, index: int) -> Tensor:
         return self.source.read_entry(name, index)
 
+    def kinds(self) -> list[str]:
+        return self.source.kinds()
+
+    def file_bytes(self) -> int:
+        return self.source.file_bytes()
+
     def digest(self) -> str:
         return self.source.digest()
 

@@ -71,6 +71,11 @@ class Model:
         return self.kv_scheme.bits
 
     @property
+    def kv_stored_bits(self) -> int:
+        """Bits that a cached number really takes: those of the run-time dtype where the cache is not quantized."""
+        return self.dtype.itemsize * 8 if self.kv_bits == 16 else self.kv_bits
+
+    @property
     def context(self) -> int | None:
         """Tokens the model can attend to, prompt and answer together; None if its config names no limit."""
         limit = getattr(self.module.config, "max_position_embeddings", None)
@@ -199,6 +204,7 @@ class Model:
         each = [one] * len(prompts) if isinstance(one, GenerationOptions) else list(one)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} options; give one for all, or one each.")
+        _ = self.lean  # proved before any clock runs
         ids = [self.encode(text, chat=o.chat) for text, o in zip(prompts, each, strict=True)]
         return run(self, ids, each, end_tokens=self.end_tokens, context=self.context)
 

@@ -25,6 +25,17 @@ def refused(done: Any, code: int, *words: str, out: Path | None = None) -> None:
         assert not list(out.parent.glob(".*partial*"))
 
 
+def test_a_script_that_asked_for_json_gets_the_error_as_json(tiny_model: Path, tmp_path: Path, quantkit: Run) -> None:
+    done = quantkit("convert", tiny_model, "--out", tmp_path / "out", "--bits", "9", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["exit_code"] == 2
+    assert json.loads(done.stdout)["error"] in done.stderr
+
+
+def test_commands_of_other_tools_are_pointed_to_ours(quantkit: Run) -> None:
+    refused(quantkit("repack", "x"), 2, "part of `quantkit convert`")
+
+
 def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -51,9 +62,9 @@ def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None
         (["--device", "cuda"], 2, ["--device cuda", "not landed yet"]),
         (["--damping", "7"], 2, ["--damping 7"]),
         (["--samples", "0"], 2, ["--samples 0"]),
-        (["--calibration", "no-such-file.txt"], 1, ["no-such-file.txt"]),
-        (["--calibration", "SHORT"], 1, ["fewer than one window", "longer text"]),
-        (["--samples", "5000", "--seq-len", "32"], 1, ["5000", "Use a longer text"]),
+        (["--calibration", "no-such-file.txt"], 2, ["no-such-file.txt"]),
+        (["--calibration", "SHORT"], 2, ["fewer than one window", "longer text"]),
+        (["--samples", "5000", "--seq-len", "32"], 2, ["5000", "Use a longer text"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value and value[0].startswith("--") else None,
 )
@@ -125,6 +136,10 @@ def damage_shard(model: Path) -> None:
     )
 
 
+def damage_pointer(model: Path) -> None:
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
 def damage_nan(model: Path) -> None:
     def change(t: dict[str, torch.Tensor]) -> None:
         t["model.layers.2.self_attn.k_proj.weight"][0, 0] = float("nan")
@@ -171,12 +186,13 @@ def damage_quantized(model: Path) -> None:
         (damage_lost_tensor, 1, ["model.layers.1.mlp.up_proj.weight", "incomplete"]),
         (damage_index, 1, ["model.layers.9.ghost.weight", "again"]),
         (damage_shard, 1, ["model-00002-of-00002.safetensors is missing"]),
+        (damage_pointer, 1, ["model.safetensors", "git lfs pull"]),
         (damage_nan, 1, ["model.layers.2.self_attn.k_proj.weight", "NaN"]),
         (damage_tokenizer, 1, ["tokenizer"]),
         (damage_architecture, 1, ["nonesuch", "transformers"]),
         (damage_config, 1, ["config.json", "not valid JSON"]),
         (damage_pickle, 1, ["pickle", "safetensors"]),
-        (damage_vocabulary, 1, ["tokenizer", "100 embeddings"]),
+        (damage_vocabulary, 2, ["tokenizer", "100 embeddings"]),
         (damage_quantized, 1, ["says quantized, but no quantized tensor"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

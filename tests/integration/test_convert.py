@@ -244,3 +244,19 @@ def test_what_a_cast_of_scales_to_bfloat16_would_lose_is_measured_for_bfloat16_m
     assert 0.03 < share < 0.4, "8 bits of mantissa: at most 2**-8 of each scale, some 0.1 % on average"
     assert notes(source, scale_dtype="bfloat16") == []
     assert notes(tiny_original) == []
+
+
+def test_fewer_tokens_than_inputs_are_said(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
+    def notes(samples: int) -> str:
+        options = ConvertOptions(
+            str(tiny_original),
+            tmp_path / "out",
+            group_size=32,
+            calibration=str(calibration_text),
+            samples=samples,
+            seq_len=32,
+        )
+        return "\n".join(make_plan(options).warnings)
+
+    assert "64 calibration tokens are fewer than the 96 inputs" in notes(2)
+    assert "fewer than" not in notes(3)

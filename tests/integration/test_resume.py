@@ -323,7 +323,7 @@ def test_an_interrupted_command_says_how_to_go_on(
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPT, str(block), str(int(number)), *command], check=False, capture_output=True, text=True
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 130
     assert done.stdout == ""
     assert done.stderr.strip().startswith("Error: Interrupted.")
     assert "Traceback" not in done.stderr

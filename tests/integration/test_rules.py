@@ -111,7 +111,8 @@ def test_a_dry_run_shows_the_schemes_and_the_shadowed_rule(
         "convert", tiny_original, "--out", tmp_path / "out", "--method", "rtn", "--group-size", "32", "--dry-run",
         "--rule", "*.down_proj=bits:8", "--rule", "layers.0.mlp.down_proj=keep",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2
+    assert "This cannot run: 1 problem, see above." in done.stderr
     assert "3 x 64x96          W8 g32 asym" in done.stdout
     assert "'layers.0.mlp.down_proj=keep' has no effect" in done.stdout
 

@@ -1,4 +1,4 @@
-"""The progress bar speaks on a terminal and is silent elsewhere."""
+"""Progress: a bar on a terminal, now and then a line elsewhere."""
 
 from __future__ import annotations
 
@@ -14,12 +14,27 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_nothing_is_written_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_job_writes_nothing_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
     with bar() as listen:
         listen("blocks", 1, 3, "error 0.1")
     assert stderr.getvalue() == ""
+
+
+def test_a_log_gets_a_line_every_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = io.StringIO()
+    now = [100.0]
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with bar() as listen:
+        for done in range(7):
+            listen("blocks", done, 30, "error 0.1")
+            now[0] += 10
+    assert (
+        stderr.getvalue()
+        == "blocks 3/30, 30 s, about 270 s left  error 0.1\nblocks 6/30, 60 s, about 240 s left  error 0.1\n"
+    )
 
 
 def test_every_activity_has_a_line_with_its_count_and_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.convert.engine_table import ENGINES
-from quantkit.convert.engines import Checkpoint, Verdict, lint
+from quantkit.convert.engines import Checkpoint, Verdict, lint, verdict_lines
 from quantkit.convert.targets import Target
 from quantkit.core.scheme import Scheme
 
@@ -184,3 +184,11 @@ def test_the_line_for_people_is_one_line(tmp_path: Path) -> None:
 )
 def test_a_reason_is_a_sentence_and_names_stay_as_they_are(given: Checkpoint, said: str) -> None:
     assert any(verdict.line().startswith(said) for verdict in lint(given))
+
+
+def test_engines_that_do_not_know_a_format_share_a_line() -> None:
+    lines = verdict_lines(lint(checkpoint(Scheme(4, 64, False), "native")))
+    assert len(lines) == 3
+    assert "they do not read the format native" in lines[1]
+    assert lines[2].startswith("nothing but quantkit")
+    assert not any("nothing but" in line for line in verdict_lines(lint(checkpoint(Scheme(4, 128, True)))))

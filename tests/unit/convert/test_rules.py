@@ -97,12 +97,12 @@ def test_a_rule_that_matches_nothing_is_an_error_with_the_nearest_names(pattern:
     assert near in str(error.value)
 
 
-def test_a_rule_in_the_shadow_of_earlier_ones_is_said() -> None:
+def test_a_rule_in_the_shadow_of_earlier_ones_is_a_problem() -> None:
     rules = parse_rules(["*.down_proj=bits:8", "mlp.*=bits:6", "mlp.up_proj=keep", "layers.0.mlp.*=bits:5"], BASE)
-    warnings = choose_schemes(rules, BASE, LINEARS, OUTSIDE).warnings
-    assert len(warnings) == 2
-    assert "'mlp.up_proj=keep' has no effect" in warnings[0]
-    assert "*.down_proj=bits:8, mlp.*=bits:6" in warnings[1] or "mlp.*=bits:6, *.down_proj=bits:8" in warnings[1]
+    problems = choose_schemes(rules, BASE, LINEARS, OUTSIDE).problems
+    assert len(problems) == 2
+    assert "'mlp.up_proj=keep' has no effect" in problems[0]
+    assert "*.down_proj=bits:8, mlp.*=bits:6" in problems[1] or "mlp.*=bits:6, *.down_proj=bits:8" in problems[1]
 
 
 @pytest.mark.parametrize(
