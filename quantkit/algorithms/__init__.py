@@ -21,7 +21,7 @@ class Solution:
 
 
 Scales = Literal["minmax", "search"]
-METHODS = ("gptq", "awq", "rtn")  # what convert offers; calibrated ones first
-CALIBRATED = ("gptq", "awq")
-FOLDING = ("awq",)  # they scale channels before rounding: norms and biases change too
-LATER = ("hqq", "smooth", "tune", "autoround", "kquant")
+METHODS = ("gptq", "awq", "smooth", "rtn")  # what convert offers; calibrated ones first
+CALIBRATED = ("gptq", "awq", "smooth")
+FOLDING = ("awq", "smooth")  # they scale channels before rounding: norms and biases change too
+LATER = ("hqq", "tune", "autoround", "kquant")

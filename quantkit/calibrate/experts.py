@@ -8,6 +8,7 @@ same projection (for gate and up: every token of the layer, as often as it was r
     0 < n < d   (n H_e + (d - n) H) / d
     n = 0       H
 
+The largest entries of its inputs become those of the whole layer.
 So a starved expert is still quantized for the inputs of its layer, and the report names it.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from quantkit.calibrate.stats import Hessian
@@ -68,8 +70,10 @@ def _complete(module: str, pool: dict[int, Hessian]) -> Starved:
         raise NumericsError(f"{module}: no calibration token reached any of its experts; its router is damaged.")
     if tokens:
         everything = sum(hessian.sum for hessian in pool.values()) / total
+        largest = torch.stack([hessian.largest for hessian in pool.values()]).amax(0)
         for index in tokens:
             hessian = pool[index]
+            hessian.largest = largest.clone()
             hessian.sum += everything * (width - hessian.tokens)
             hessian.tokens = width
     return Starved(module, tokens, width)

@@ -12,7 +12,7 @@ NON_FINITE_LIMIT = 0.1  # share of dropped tokens above which the job stops: the
 
 
 class Hessian:
-    """Running mean of x xᵀ over tokens. Products in float32, the sum in float64; symmetric.
+    """Running mean of x xᵀ over tokens, and the largest |x| of each channel. Products in float32, the sum in float64; symmetric.
 
     Tokens with a NaN, an infinite entry or one whose square is infinite are dropped and counted: one would spoil the whole
     matrix.
@@ -20,6 +20,7 @@ class Hessian:
 
     def __init__(self, in_features: int) -> None:
         self.sum = torch.zeros(in_features, in_features, dtype=torch.float64)
+        self.largest = torch.zeros(in_features)
         self.tokens = 0
         self.dropped = 0
 
@@ -31,6 +32,8 @@ class Hessian:
             self.dropped += int((~finite).sum())
             rows = rows[finite]
         self.tokens += rows.shape[0]
+        if rows.shape[0]:
+            torch.maximum(self.largest, rows.abs().amax(0), out=self.largest)
         self._accumulate(rows)
 
     def _accumulate(self, rows: Tensor) -> None:

@@ -49,6 +49,13 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 )
 @click.option("--sym/--asym", "symmetric", default=False, help="Fixed zero point, or one per group. [default: asym]")
 @click.option(
+    "--activations",
+    default="none",
+    show_default=True,
+    metavar="none|int8",
+    help="int8: inputs of the quantized linears are rounded per token at run time (W8A8); sets --bits 8 --group-size channel --sym.",
+)
+@click.option(
     "--rule",
     "rules",
     multiple=True,
@@ -103,7 +110,6 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--kv-budget", hidden=True)
-@click.option("--activations", hidden=True)
 @click.option("--target-bpw", hidden=True)
 @click.option("--target-size", hidden=True)
 def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, **given: Any) -> None:
@@ -115,6 +121,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     from quantkit.convert.options import (
         NOT_LANDED,
         ConvertOptions,
+        apply_activations,
         apply_preset,
         refuse_not_landed,
         refuse_without_effect,
@@ -123,11 +130,12 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     from quantkit.convert.repack import plan_repack
     from quantkit.convert.run import run
 
-    refuse_not_landed({name: value for name, value in given.items() if value != "none"})
+    refuse_not_landed(given)
     for name in NOT_LANDED:
         given.pop(name, None)
     preset = given.pop("preset")
     given.update(apply_preset(preset, _typed(given)))
+    given.update(apply_activations({**_typed(given), "activations": given["activations"]}))
     started = time.perf_counter()
     options = ConvertOptions(source=source, out=out, format=format_, **given)
     repacking = plan_repack(source, out, _typed({**given, "format": format_}))

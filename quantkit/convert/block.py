@@ -15,6 +15,7 @@ from quantkit.algorithms.rtn import rtn
 from quantkit.convert.plan import Plan, Target
 from quantkit.convert.report import LayerReport
 from quantkit.convert.verify import decision_sha256
+from quantkit.core.activations import round_input
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.kvscheme import LayerScales
 from quantkit.core.qtensor import QuantTensor
@@ -26,13 +27,15 @@ from quantkit.errors import NumericsError
 class InputGroup:
     """Linears of a block that read one tensor (names inside the block), and what is known about that tensor.
 
-    hessian: float64 [in, in], the mean of x xᵀ over ``tokens``; None without data. ``dropped`` tokens were not finite.
+    hessian: float64 [in, in], the mean of x xᵀ over ``tokens``; largest: float32 [in], the largest |x| per channel; None
+    without data. ``dropped`` tokens were not finite.
     """
 
     names: tuple[str, ...]
     hessian: Tensor | None = None
     tokens: int = 0
     dropped: int = 0
+    largest: Tensor | None = None
 
 
 @dataclass
@@ -52,7 +55,7 @@ def quantize_block(
 ) -> None:
     """Quantize the linears of ``block`` (called ``prefix`` in the model) that the plan names, and fill ``result``.
 
-    The block's weights are replaced by what an engine will compute with. Linears of one group and one scheme are solved
+    The block's weights are replaced by what an engine will compute with, and inputs are rounded where it rounds them. Linears of one group and one scheme are solved
     together; each scheme of a group is solved on the same Hessian.
     """
     for group in groups:
@@ -86,6 +89,8 @@ def _quantize(
         result.decisions[target.name] = decision_sha256(q)
         result.parts.update({f"{target.name}.{part}": value for part, value in plan.format.encode(q).items()})
         linear.weight = nn.Parameter(dequantized, requires_grad=False)
+        if scheme.activations is not None:
+            linear.register_forward_pre_hook(round_input)
 
 
 def _solve(plan: Plan, weight: Tensor, scheme: Scheme, hessian: Tensor | None) -> Solution:
@@ -95,9 +100,9 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, hessian: Tensor | None) -
         return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales))
     if o.method == "awq" and hessian is not None:
         return awq(weight, hessian, scheme, scales, o.damping)
-    if o.method in CALIBRATED:
+    if o.method in CALIBRATED and o.method != "smooth":
         return replace(rtn(weight, scheme, scales), fallback="rounded: no calibration token reached this layer")
-    # without the statistics, also when the KV cache brought some: rtn is data-free
+    # without the statistics, also when the KV cache brought some: rtn is data-free, and smooth has used them before
     return rtn(weight, scheme, scales)
 
 

@@ -97,7 +97,7 @@ def kinds(*refused: str) -> Rule:
 
 def transformers_mixed(c: Checkpoint) -> str | None:
     """See formats/compressed_tensors.py: its dense loading knows one scheme, its compressed loading no zero points."""
-    if len({(scheme.bits, scheme.symmetric) for scheme in c.schemes()}) == 1:
+    if len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in c.schemes()}) == 1:
         return None
     weight = first(c, lambda w: not w.scheme.symmetric or w.kind == "embedding")
     if weight is None:
@@ -112,8 +112,10 @@ def asymmetric_embedding(c: Checkpoint) -> str | None:
 
 
 def per_channel(c: Checkpoint) -> str | None:
-    weight = first(c, lambda w: w.scheme.group_size is None)
-    return None if weight is None else f"{weight.name} has one scale per channel; it reads groups only."
+    weight = first(c, lambda w: w.scheme.group_size is None and w.scheme.activations is None)
+    return (
+        None if weight is None else f"{weight.name} has one scale per channel; it reads groups of packed weights only."
+    )
 
 
 def packed_zeros(c: Checkpoint, ranks: int) -> str | None:
@@ -128,6 +130,8 @@ def packed_zeros(c: Checkpoint, ranks: int) -> str | None:
 
 def marlin_tiles(c: Checkpoint, ranks: int) -> str | None:
     """SGLang checks Marlin's tile sizes and does not pad."""
+    if int8_activations(c):
+        return None
     for name, _, rows, inputs in fused_rows(c, ranks):
         if rows % 64:
             return f"{name}: {rows:g} rows a rank (with its siblings) are no multiple of 64."
@@ -143,10 +147,42 @@ def divisible(c: Checkpoint, ranks: int) -> str | None:
     return None
 
 
+def int8_tiles(c: Checkpoint, ranks: int) -> str | None:
+    """SGLang's int8_scaled_mm takes rows of whole 16 bytes and 8 outputs at a time."""
+    if not int8_activations(c):
+        return None
+    for name, _, rows, inputs in fused_rows(c, ranks):
+        if rows % 8 or inputs % 16:
+            return f"{name}: {rows:g} rows and {inputs:g} inputs a rank are no multiples of 8 and 16."
+    return None
+
+
+def int8_activations(c: Checkpoint) -> bool:
+    return any(weight.scheme.activations is not None for weight in c.weights)
+
+
 def bfloat16_scales(c: Checkpoint) -> str | None:
-    if not c.bfloat16 or all(weight.scheme.scale_dtype == "bfloat16" for weight in c.weights):
+    """Scales of W8A8 weights are kept in float32 (vLLM: schemes/compressed_tensors_w8a8_int8.py, create_weights)."""
+    cast = [weight.scheme for weight in c.weights if weight.scheme.activations is None]
+    if not c.bfloat16 or all(scheme.scale_dtype == "bfloat16" for scheme in cast):
         return None
     return "casts scales to bf16"
+
+
+def int8_units(c: Checkpoint) -> str | None:
+    """csrc/quantization/w8a8/cutlass/scaled_mm_c3x_sm100.cu: 'int8 not supported on SM100'."""
+    return (
+        "not on GPUs of compute capability 10 or newer, whose kernels multiply no int8" if int8_activations(c) else None
+    )
+
+
+def float_activations(c: Checkpoint) -> str | None:
+    return "leaves activations in 16 bits: better than measured here, and no faster" if int8_activations(c) else None
+
+
+def rounds_slowly(c: Checkpoint) -> str | None:
+    """compressed_tensors/quantization/utils/helpers.py, calculate_qparams: (127 + 128) / 2."""
+    return "rounds activations by max|x| / 127.5 and multiplies floats: slow" if int8_activations(c) else None
 
 
 # Families whose experts transformers was seen to gather from per-expert tensors: symmetric, logits within 6e-4 of quantkit's.
@@ -213,7 +249,7 @@ VLLM = Engine(
         (f"{K}marlin.py:58", whole_groups),
         (f"{V}compressed_tensors/schemes/compressed_tensors_wNa16.py:199", packed_zeros),
     ),
-    (bfloat16_scales,),
+    (bfloat16_scales, int8_units),
     marlin_experts(f"{V}compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_wna16.py, __init__"),
 )
 
@@ -238,8 +274,9 @@ SGLANG = Engine(
         ("sglang/srt/models/llama.py:183-193", heads),
         (f"{S}marlin_utils.py:187", whole_groups),
         (f"{S}marlin_utils.py:168, 178", marlin_tiles),
+        ("sgl-kernel/csrc/gemm/int8_gemm_kernel.cu, int8_scaled_mm", int8_tiles),
     ),
-    (bfloat16_scales,),
+    (bfloat16_scales, int8_units),
     marlin_experts(f"{S}compressed_tensors/schemes/compressed_tensors_wNa16_moe.py, __init__"),
 )
 
@@ -275,7 +312,7 @@ TRANSFORMERS = Engine(
         at("transformers/quantizers/quantizer_gptq.py:89", kinds("head", "embedding", "tied"), GPTQ, AWQ),
     ),
     (),
-    (lambda c: {GPTQ: "needs gptqmodel and optimum", AWQ: "needs gptqmodel"}.get(c.format),),
+    (lambda c: {GPTQ: "needs gptqmodel and optimum", AWQ: "needs gptqmodel"}.get(c.format), rounds_slowly),
     transformers_experts,
 )
 
@@ -304,7 +341,7 @@ LLAMA_CPP = Engine(
         Rule((GPTQ,), "conversion/base.py, dequant_gptq: one quant_config['bits']", several_schemes),
     ),
     (),
-    (lambda c: "dequantizes: the GGUF file is 16 bit until llama-quantize rounds it again",),
+    (lambda c: "dequantizes: the GGUF file is 16 bit until llama-quantize rounds it again", float_activations),
 )
 
 QUANTKIT = Engine(

@@ -1,4 +1,5 @@
-"""The fold stage of the loop: between observing a block and quantizing it, scale channels where that costs less error.
+"""The fold stage of the loop: between observing a block and quantizing it, scale channels: by AWQ's search where that costs less
+error, or by SmoothQuant's formula.
 
 Nothing remains to be done at run time: factors end in the weights. A norm's weight is rounded to its stored dtype first, and the factor
 that the rounded weight stands for is what its consumers are multiplied by, so the written model is the one that was measured.
@@ -11,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantkit.algorithms.awq import Consumer, Factors, search_factors, thin_stack
+from quantkit.algorithms.awq import Consumer, search_factors, thin_stack
+from quantkit.algorithms.smooth import Reader, smooth_factors
 from quantkit.calibrate.stats import LARGEST_NORM
 from quantkit.convert.block import BlockResult, InputGroup
 from quantkit.convert.plan import Plan
@@ -44,16 +46,13 @@ def fold_block(
         reasons = "; ".join(f"{refusal.producer}: {refusal.reason}" for refusal in search.refused)
         result.notes.append(f"{prefix}: no channels can be scaled ({reasons or 'nothing in it scales channels'})")
     for fold in search.accepted:
-        consumers = _consumers(plan, prefix, block, fold, groups)
-        if not consumers:
-            continue
         stage = _Stage(plan, prefix, block, fold)
-        found = search_factors(consumers, fold.channels, stage.realise)
-        if found.fallback is None and not bool((found.values == 1).all()):
-            found = stage.apply(found, groups)
-            done.append((fold, found.values))
-        if found.fallback is not None:
-            result.notes.append(f"{prefix}.{fold.producer}: {found.fallback}")
+        factors, trouble = _factors(stage, groups)
+        if not bool((factors == 1).all()):
+            trouble = stage.apply(factors, groups)
+            done.append((fold, factors if trouble is None else torch.ones_like(factors)))
+        if trouble is not None:
+            result.notes.append(f"{prefix}.{fold.producer}: {trouble}")
     for name in plan.rewritten:
         if name.startswith(f"{prefix}."):
             parameter = block.get_parameter(name.removeprefix(f"{prefix}."))
@@ -98,6 +97,30 @@ def probe(states: Sequence[Tensor], tokens: int) -> Tensor:
 
 def stored_dtype(plan: Plan, parameter: str) -> torch.dtype:
     return plan.source.info(plan.weights.sources[parameter].name).dtype
+
+
+def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str | None]:
+    """The method's factors for one fold, float32 [channels]: ones if nothing that is quantized reads it, or with the reason why."""
+    plan, fold = stage.plan, stage.fold
+    if plan.options.method == "smooth":
+        readers = _readers(plan, stage.prefix, stage.block, fold, groups)
+        return stage.realise(smooth_factors(readers, fold.channels)) if readers else torch.ones(fold.channels), None
+    consumers = _consumers(plan, stage.prefix, stage.block, fold, groups)
+    if not consumers:
+        return torch.ones(fold.channels), None
+    found = search_factors(consumers, fold.channels, stage.realise)
+    return (found.values, None) if found.fallback is None else (torch.ones(fold.channels), found.fallback)
+
+
+def _readers(plan: Plan, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]) -> list[Reader]:
+    """What the fold's channels are read by: the linears that will be quantized."""
+    found = []
+    for group in groups:
+        for name in group.names:
+            if f"{prefix}.{name}" in plan.targets and name in fold.consumers and group.largest is not None:
+                weights = block.get_parameter(f"{name}.weight").abs().amax(0)
+                found.append(Reader(group.largest, weights, fold.consumers[name]))
+    return found
 
 
 def _consumers(plan: Plan, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]) -> list[Consumer]:
@@ -149,22 +172,24 @@ class _Stage:
         smallest = torch.where(spans > 0, spans, torch.inf).amin(1)
         return (smallest / (target.scheme.levels - 1) / (4 * SMALLEST_SCALE)).clamp(min=1.0)
 
-    def apply(self, found: Factors, groups: Sequence[InputGroup]) -> Factors:
-        """Scale parameters and Hessians. What stays in 16 bit is rounded to it; if that overflows nothing is done: every
-        parameter is tried first, one at a time, so that no second copy of the consumers is needed."""
-        for name, value in scaled_parameters(self.block, self.fold, found.values):
+    def apply(self, factors: Tensor, groups: Sequence[InputGroup]) -> str | None:
+        """Scale parameters and statistics; None, or why nothing was done. What stays in 16 bit is rounded to it; if that
+        overflows nothing is done: every parameter is tried first, one at a time, so that no second copy of the consumers is
+        needed."""
+        for name, value in scaled_parameters(self.block, self.fold, factors):
             if not bool(torch.isfinite(self._as_stored(name, value)).all()):
-                reason = f"scaling makes {name} overflow its stored dtype; its channels are not scaled"
-                return Factors(torch.ones_like(found.values), found.plain_loss, found.plain_loss, reason)
-        for name, value in scaled_parameters(self.block, self.fold, found.values):
+                return f"scaling makes {name} overflow its stored dtype; its channels are not scaled"
+        for name, value in scaled_parameters(self.block, self.fold, factors):
             self.block.get_parameter(name).copy_(self._as_stored(name, value))
         for group in groups:
             inside = [name for name in group.names if name in self.fold.consumers]
             if group.hessian is not None and inside:
                 assert inside == list(group.names)  # who reads one tensor is scaled together
-                columns = self.fold.columns(group.names[0], found.values).double()
+                columns = self.fold.columns(group.names[0], factors).double()
                 group.hessian.div_(columns[:, None]).div_(columns[None, :])
-        return found
+                if group.largest is not None:
+                    group.largest.div_(columns)
+        return None
 
     def _as_stored(self, name: str, value: Tensor) -> Tensor:
         full = f"{self.prefix}.{name}"

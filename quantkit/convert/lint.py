@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from quantkit.checkpoint.source import Source
+from quantkit.convert.engine_table import bfloat16_scales
 from quantkit.convert.engines import Checkpoint, Verdict, lint
 from quantkit.convert.targets import Target
 from quantkit.formats.reader import QuantizedReader
@@ -24,7 +25,7 @@ def lint_plan(plan: Plan) -> list[Verdict]:
 def casts_scales(plan: Plan) -> bool:
     """True if engines will compute in bfloat16 and the scales are stored finer than that."""
     check = _checkpoint(plan.format.name, list(plan.targets.values()), plan.model.config, plan.source.config)
-    return check.bfloat16 and plan.options.scale_dtype == "float16"
+    return bfloat16_scales(check) is not None
 
 
 def lint_folder(source: Source) -> list[Verdict]:

@@ -14,7 +14,7 @@ from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 
 # Options of the command line whose capability has not landed: refused by name, never ignored.
-NOT_LANDED = ("kv_budget", "activations", "target_bpw", "target_size")
+NOT_LANDED = ("kv_budget", "target_bpw", "target_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class ConvertOptions:
     symmetric: bool = False
     scales: str = "search"
     scale_dtype: str = "float16"
+    activations: str | None = None  # "int8": see core.scheme
     rules: tuple[str, ...] = ()  # quantkit.convert.rules
     format: str = "compressed-tensors"
     kv_bits: int = 16
@@ -52,11 +53,18 @@ class ConvertOptions:
             )
         if self.group_size == "channel":  # the command line's word for it
             object.__setattr__(self, "group_size", None)
+        if self.activations == "none":
+            object.__setattr__(self, "activations", None)
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"--seed {self.seed}: a whole number from 0 to 2**63 - 1.")
         if isinstance(self.rules, list):
             object.__setattr__(self, "rules", tuple(self.rules))
         self.scheme  # noqa: B018  (validates bits, group size and scale dtype)
+        if self.method == "smooth" and self.activations is None:
+            raise RequestError(
+                "--method smooth moves outliers of int8 activations into the weights; 16-bit activations have no use for it. "
+                "Add --activations int8, or use --method awq or gptq."
+            )
         parse_rules(self.rules, self.scheme)
         writer_format(self.format)
         if self.scales not in ("search", "minmax"):
@@ -81,7 +89,7 @@ class ConvertOptions:
     @property
     def scheme(self) -> Scheme:
         size: Any = self.group_size
-        return Scheme(self.bits, size, self.symmetric, self.scale_dtype)
+        return Scheme(self.bits, size, self.symmetric, self.scale_dtype, self.activations)
 
     @property
     def work_folder(self) -> Path:
@@ -114,6 +122,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESETS_LATER = ("best",)
 
 
+# What --activations int8 sets: the only weights that go with it.
+INT8_ACTIVATIONS: dict[str, Any] = {"bits": 8, "group_size": None, "symmetric": True}
+
+
+def apply_activations(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that ``activations="int8"`` adds to those that were given; one that contradicts it is refused later, by the scheme."""
+    if given.get("activations") in (None, "none"):
+        return {}
+    return {name: value for name, value in INT8_ACTIVATIONS.items() if name not in given}
+
+
 def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options a preset adds to those that were given. Raises RequestError for an unknown preset or a contradiction."""
     if preset is None:
@@ -140,6 +159,8 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         useless["damping"] = "--method awq --scales minmax takes no ranges from statistics"
     if options.method not in algorithms.CALIBRATED:
         useless["damping"] = f"--method {options.method} uses no statistics"
+    if options.method == "smooth":
+        useless["damping"] = "--method smooth rounds without a Hessian"
     if not options.needs_data:
         useless |= dict.fromkeys(
             ("calibration", "samples", "seq_len", "seed"), f"--method {options.method} reads no text"

@@ -25,6 +25,7 @@ def refuse_contradictions(
         "group_size": sizes,
         "symmetric": {scheme.symmetric for scheme in schemes},
         "scale_dtype": {scheme.scale_dtype for scheme in schemes},
+        "activations": {scheme.activations or "none" for scheme in schemes},
         "kv_bits": {kv_bits},
         "method": {method},
     }

@@ -23,7 +23,7 @@ from quantkit.convert.fold import fold_block, missing_folds, probe
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import casts_scales, lint_plan
 from quantkit.convert.memory import BATCH_TOKENS
-from quantkit.convert.options import ConvertOptions, apply_preset, refuse_without_effect
+from quantkit.convert.options import ConvertOptions, apply_activations, apply_preset, refuse_without_effect
 from quantkit.convert.outside import quantize_outside
 from quantkit.convert.plan import Plan, before_blocks, make_plan
 from quantkit.convert.report import ConvertReport
@@ -77,6 +77,7 @@ def convert(
         raise TypeError(f"convert() got an unexpected option {unknown[0]!r}; known: {', '.join(sorted(known))}")
     given = dict(options)
     options.update(apply_preset(preset, options))
+    options.update(apply_activations(options))
     started = time.perf_counter()
     listen = on_progress or (lambda progress: None)
     asked = ConvertOptions(source=str(source), out=Path(out), **options)
@@ -285,7 +286,7 @@ class _Conversion:
         for group, count in zip(wanted, tokens, strict=True):  # each sum is freed as soon as its mean is taken
             h = hessians.pop(0)
             mean = h.result(f"{prefix}.{group[0]}") if h.tokens + h.dropped else None
-            groups.append(InputGroup(group, mean, count, h.dropped))
+            groups.append(InputGroup(group, mean, count, h.dropped, h.largest))
         return groups
 
     def _kv_scales(self, name: str, observer: KVObserver, result: BlockResult) -> None:

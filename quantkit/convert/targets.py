@@ -67,14 +67,18 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     ]
     for one in outside:
         wanted.append((one.module, one.stored, one.owner, one.kind, one.choose(choice.schemes)))
-    sizes = _group_sizes(form, [(scheme, owner.weight.shape[1]) for *_, owner, _, scheme in wanted if scheme])
+    sizes = _group_sizes(
+        form, [(replace(scheme, activations=None), owner.weight.shape[1]) for *_, owner, _, scheme in wanted if scheme]
+    )
     for module, stored, owner, kind, scheme in wanted:
         if scheme is None:
             if kind == "linear":
                 found.kept.append(stored)
             continue
+        if kind != "linear":  # a lookup has no activations, and engines run heads in 16 bit
+            scheme = replace(scheme, activations=None)
         out_features, in_features = owner.weight.shape
-        fitted = replace(scheme, group_size=sizes[scheme, in_features])
+        fitted = replace(scheme, group_size=sizes[replace(scheme, activations=None), in_features])
         if fitted != scheme:
             key = (in_features, scheme.group_size, fitted.group_size)
             adapted[key] = adapted.get(key, 0) + 1

@@ -19,9 +19,11 @@ class Scheme:
 
     bits: 2 to 8. group_size: number of inputs that share a scale, or None for one group per output row
     (per channel). symmetric: the zero point is ``2**(bits-1)`` and is not stored. scale_dtype: the dtype
-    that scales are stored in; codes are chosen for the rounded scale.
+    that scales are stored in; codes are chosen for the rounded scale. activations: None for floating point, or "int8":
+    the weight's inputs are rounded at run time too, symmetric, one scale per token (``core.activations``); such weights have
+    8 bits, one scale per channel, no zero points: what integer matrix units multiply.
 
-    Raises RequestError for a value outside its range.
+    Raises RequestError for a value outside its range, and for activations that do not go with the weights.
 
     >>> Scheme(bits=4, group_size=128).groups(576)      # 4 * 128 + 64: the last group is shorter
     5
@@ -31,6 +33,7 @@ class Scheme:
     group_size: int | None = 128
     symmetric: bool = True
     scale_dtype: str = "float16"
+    activations: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
@@ -43,6 +46,15 @@ class Scheme:
             )
         if self.scale_dtype not in SCALE_DTYPES:
             raise RequestError(f"scale_dtype={self.scale_dtype!r}: scales are stored as {' or '.join(SCALE_DTYPES)}.")
+        if self.activations not in (None, "int8"):
+            raise RequestError(
+                f"activations={self.activations!r}: activations stay in floating point (none) or are int8."
+            )
+        if self.activations is not None and (self.bits, self.group_size, self.symmetric) != (8, None, True):
+            raise RequestError(
+                f"{self.describe()}: int8 activations go with weights of 8 bits, one scale per channel, symmetric. "
+                "Use --bits 8 --group-size channel --sym, or --activations none."
+            )
 
     @property
     def levels(self) -> int:
@@ -67,23 +79,27 @@ class Scheme:
         return -(-in_features // self.width(in_features))
 
     def describe(self) -> str:
-        """Short name for people: ``W4 g128 asym``."""
+        """Short name for people: ``W4 g128 asym``, ``W8A8 channel sym``."""
         group = "channel" if self.group_size is None else f"g{self.group_size}"
-        return f"W{self.bits} {group} {'sym' if self.symmetric else 'asym'}"
+        activations = "" if self.activations is None else "A8"
+        return f"W{self.bits}{activations} {group} {'sym' if self.symmetric else 'asym'}"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that ``from_json`` reads back."""
+        """A JSON object that ``from_json`` reads back. Activations only where they are quantized, so that a quantkit which
+        does not know them reads weight-only models and refuses the others."""
+        activations = {} if self.activations is None else {"activations": self.activations}
         return {
             "bits": self.bits,
             "group_size": self.group_size,
             "symmetric": self.symmetric,
             "scale_dtype": self.scale_dtype,
+            **activations,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Scheme:
         """Undo ``to_json``. Raises RequestError for unknown or missing keys: an unknown key is never dropped."""
-        unknown = set(data) - {"bits", "group_size", "symmetric", "scale_dtype"}
+        unknown = set(data) - {"bits", "group_size", "symmetric", "scale_dtype", "activations"}
         if unknown or "bits" not in data:
             raise RequestError(f"not a quantkit scheme: {dict(data)} (unknown keys: {sorted(unknown) or 'none'})")
         return cls(**dict(data))

@@ -26,6 +26,15 @@ def ragged(scheme: Scheme, in_features: int) -> str | None:
     return None
 
 
+def weights_only(scheme: Scheme) -> str | None:
+    """Why a format whose readers keep activations in 16 bits cannot hold that scheme, or None."""
+    if scheme.activations is None:
+        return None
+    return (
+        "its readers know no quantized activations. Use --format compressed-tensors or native, or --activations none."
+    )
+
+
 def zeros_that_fit(q: QuantTensor, form: str) -> torch.Tensor:
     """The zeros of an asymmetric weight, checked: a field of ``bits`` bits holds 0 .. 2**bits - 1, a QuantTensor 2**bits too.
 

@@ -1,6 +1,7 @@
-"""compressed-tensors ``pack-quantized``: vLLM's home format; also read by SGLang, transformers, lmdeploy, llama.cpp.
+"""compressed-tensors: vLLM's home format; also read by SGLang, transformers, lmdeploy, llama.cpp.
 
-Per linear ``X`` (out_features N, in_features K, group g), as compressed_tensors/compressors/pack_quantized reads it::
+Per linear ``X`` (out_features N, in_features K, group g). ``pack-quantized``, weights only, as
+compressed_tensors/compressors/pack_quantized reads it::
 
     X.weight_packed      int32 [N, ceil(K * bits / 32)]        along K, LSB-first; field = signed code + 2**(bits-1)
     X.weight_scale       16 bit [N, K / g] or [N, 1]
@@ -8,6 +9,15 @@ Per linear ``X`` (out_features N, in_features K, group g), as compressed_tensors
     X.weight_shape       int64 [2]
 
 A field equals our unsigned code, and our zero, unchanged: the signed convention lives only in the reader's arithmetic.
+
+``int-quantized``, int8 weights for int8 activations (W8A8), as compressed_tensors/compressors/naive_quantized/base.py:27 reads it and
+vLLM: compressed_tensors/compressed_tensors.py (_is_dynamic_token_w8a8), schemes/compressed_tensors_w8a8_int8.py (create_weights)::
+
+    X.weight              int8 [N, K]                          signed code = our code - 2**(bits-1)
+    X.weight_scale        16 bit [N, 1]                        llm-compressor writes the model's dtype, too
+
+with ``input_activations`` of 8 bits, symmetric, strategy token, dynamic: nothing is stored for them. Files with static or asymmetric
+activations are refused.
 """
 
 from __future__ import annotations
@@ -27,12 +37,14 @@ from quantkit.formats import Layout, Stored
 from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, zeros_that_fit
 
 LOCAL = ("weight_packed", "weight_scale", "weight_shape")
+PLAIN = ("weight", "weight_scale")
 ZERO = "weight_zero_point"
+PACKED, INT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 
 
 class CompressedTensors:
     name = "compressed-tensors"
-    summary = "pack-quantized int4/int8 for vLLM, SGLang, transformers, lmdeploy"
+    summary = "int4/int8, and int8 with int8 activations, for vLLM, SGLang, transformers, lmdeploy"
     stem = "model"
     outside: tuple[str, ...] = ("head", "embedding")
     uniform_groups = False
@@ -56,6 +68,9 @@ class CompressedTensors:
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
+        if q.scheme.activations is not None:
+            signed = (q.codes.to(torch.int16) - q.scheme.midpoint).to(torch.int8)
+            return {"weight": signed, "weight_scale": q.scales.contiguous()}
         parts = {
             "weight_packed": pack_rows(q.codes, q.scheme.bits),
             "weight_scale": q.scales.contiguous(),
@@ -67,6 +82,8 @@ class CompressedTensors:
 
     @staticmethod
     def decode(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
+        if "weight" in parts:
+            return _decode_plain(parts, scheme)
         out_features, in_features = (int(n) for n in parts["weight_shape"])
         packed = parts["weight_packed"]
         if tuple(packed.shape) != (out_features, packed_width(in_features, scheme.bits)):
@@ -95,17 +112,18 @@ class CompressedTensors:
             f"group_{i}": {
                 "targets": ["Linear"] if single else modules,
                 "weights": _weights(scheme),
-                "input_activations": None,
+                "input_activations": None if scheme.activations is None else dict(INT8_TOKENS),
                 "output_activations": None,
-                "format": "pack-quantized",
+                "format": _form(scheme),
             }
             for i, (scheme, modules) in enumerate(ordered)
         }
+        forms = {_form(scheme) for scheme in by_scheme}
         dense = {"dequantize": True} if _dense_in_transformers(layout) else {}
         return {
             **dense,
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": MIXED if len(forms) > 1 else next(iter(forms), PACKED),
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": list(layout.dense),
@@ -120,9 +138,11 @@ class CompressedTensors:
 
     @staticmethod
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-        if config.get("format") not in ("pack-quantized", None) and config.get("format") != "mixed-precision":
+        forms = {config.get("format"), *(group.get("format") for group in config["config_groups"].values())}
+        unknown = sorted(forms - {PACKED, INT, MIXED, None})
+        if unknown:
             raise CheckpointError(
-                f"compressed-tensors format {config.get('format')!r} is not read; quantkit reads 'pack-quantized'."
+                f"compressed-tensors format {unknown[0]!r} is not read; quantkit reads '{PACKED}' and '{INT}'."
             )
         stored = set(names)
         found = {}
@@ -134,6 +154,13 @@ class CompressedTensors:
                         f"{module}: weight_g_idx (actorder 'group') is not read; groups must be contiguous."
                     )
                 found[module] = LOCAL + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
+            elif name.endswith(".weight_scale") and f"{name.removesuffix('_scale')}" in stored:
+                module = name.removesuffix(".weight_scale")
+                beside = (f"{module}.{part}" for part in (ZERO, "input_scale", "input_zero_point"))
+                other = next((part for part in beside if part in stored), None)
+                if other is not None:
+                    raise CheckpointError(f"{other}: zero points and static activations of '{INT}' are not read.")
+                found[module] = PLAIN
         return found
 
     @staticmethod
@@ -142,7 +169,10 @@ class CompressedTensors:
 
     @staticmethod
     def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
-        return None
+        if "weight" not in infos:
+            return None
+        out_features, in_features = infos["weight"].shape
+        return out_features, in_features
 
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
@@ -158,8 +188,53 @@ def _dense_in_transformers(layout: Layout) -> bool:
     sizes come from the shapes): a model that mixes those would load silently wrong. Without the key it is refused.
     """
     schemes = set(layout.modules.values())
-    one = len({(scheme.bits, scheme.symmetric) for scheme in schemes}) == 1
+    one = len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in schemes}) == 1
     return one and (bool(layout.outside) or not all(scheme.symmetric for scheme in schemes))
+
+
+# What vLLM's _is_dynamic_token_w8a8 asks for; llm-compressor's W8A8 recipe writes the same.
+INT8_TOKENS: dict[str, Any] = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "group_size": None,
+    "dynamic": True,
+    "actorder": None,
+    "block_structure": None,
+    "observer": None,
+    "observer_kwargs": {},
+}
+
+
+def _form(scheme: Scheme) -> str:
+    return PACKED if scheme.activations is None else INT
+
+
+def _decode_plain(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
+    """``int-quantized``: signed bytes, one scale per row (or per group)."""
+    weight, scales = parts["weight"], parts["weight_scale"]
+    if weight.dtype != torch.int8:
+        raise CheckpointError(f"weight is {weight.dtype}; '{INT}' holds int8.")
+    codes = weight.to(torch.int16) + scheme.midpoint
+    if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= scheme.levels):
+        raise CheckpointError(f"weight holds numbers outside {scheme.bits} bits. The config belongs to other weights.")
+    return QuantTensor(codes.to(torch.uint8), scales, None, scheme)
+
+
+def _activations(module: str, group: Mapping[str, Any]) -> str | None:
+    """``int8`` or None for what a config group says of inputs. Raises CheckpointError for anything else."""
+    stored = group.get("input_activations")
+    if not stored:
+        return None
+    known = ("num_bits", "type", "symmetric", "strategy", "dynamic")
+    differing = [key for key in known if stored.get(key) != INT8_TOKENS[key]]
+    if differing:
+        said = ", ".join(f"{key} {stored.get(key)!r}" for key in differing)
+        raise CheckpointError(
+            f"{module}: activations with {said} are not read; quantkit reads int8, symmetric, dynamic per token."
+        )
+    return "int8"
 
 
 def _weights(scheme: Scheme) -> dict[str, Any]:
@@ -188,12 +263,10 @@ def _scheme_of(module: str, parts: Mapping[str, Stored], config: Mapping[str, An
         if rank < 9
     )
     if not ranked:
-        raise CheckpointError(f"{module}: stored packed, but no group of the quantization_config targets it.")
+        raise CheckpointError(f"{module}: stored quantized, but no group of the quantization_config targets it.")
     group = list(config["config_groups"].values())[ranked[0][1]]
-    if group.get("input_activations") or group.get("output_activations") or config.get("transform_config"):
-        raise CheckpointError(
-            f"{module}: quantized activations and transforms are not read; quantkit reads weight-only models."
-        )
+    if group.get("output_activations") or config.get("transform_config"):
+        raise CheckpointError(f"{module}: quantized outputs and transforms are not read.")
     weights = group["weights"]
     if weights["symmetric"] and ZERO in parts:
         raise CheckpointError(f"{module}: the config says symmetric, but zero points are stored.")
@@ -203,7 +276,7 @@ def _scheme_of(module: str, parts: Mapping[str, Stored], config: Mapping[str, An
         )
     dtype = scale_dtype_name(parts["weight_scale"].dtype)
     size = weights["group_size"] if weights["strategy"] == "group" else None
-    return Scheme(weights["num_bits"], size, weights["symmetric"], dtype)
+    return Scheme(weights["num_bits"], size, weights["symmetric"], dtype, _activations(module, group))
 
 
 def _rank(target: str, module: str) -> int:

@@ -30,7 +30,7 @@ from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
 from quantkit.formats import Layout, Stored
-from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, zeros_that_fit
+from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, weights_only, zeros_that_fit
 from quantkit.formats.gptq_rules import dynamic_rules, override_for
 
 BITS = (2, 3, 4, 8)
@@ -48,6 +48,8 @@ class GPTQ:
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
+        if scheme.activations is not None:
+            return weights_only(scheme)
         if scheme.bits not in BITS:
             return f"{scheme.bits} bits: gptq files hold 2, 3, 4 or 8. Use --bits 4 or 8, or --format native."
         if scheme.scale_dtype != "float16":

@@ -21,6 +21,7 @@ from quantkit.runtime.kernels.reference import (
     linear_reference,
 )
 from quantkit.runtime.kernels.triton_layout import TritonWeight, triton_fits
+from quantkit.runtime.kernels.w8a8 import W8A8Weight, linear_w8a8
 
 
 def _on_triton(name: str) -> Kernel:
@@ -42,6 +43,7 @@ KERNELS: dict[str, Kernel] = {
     "triton-gemv": _on_triton("linear_gemv"),
     "triton-gemm": _on_triton("linear_gemm"),
     "numba": linear_numba,
+    "w8a8": linear_w8a8,
 }
 
 # layout -> (kernel for few tokens, number of tokens from which "dequantize" is faster). Measured on AVX2, one thread, torch
@@ -60,6 +62,7 @@ CROSSOVER: dict[str, tuple[str, int]] = {
     # kernels/tiles.py decides by shape and device, dequantizing for many tokens included
     "triton": ("triton", sys.maxsize),
     "blocks": ("dequantize", 0),
+    "w8a8": ("w8a8", sys.maxsize),  # "dequantize" would leave activations in floating point: other numbers
 }
 
 
@@ -77,6 +80,8 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
                 f"kernel={kernel!r} takes integer weights; this one is {q.kind}. Leave the kernel to quantkit."
             )
         return BlockWeight(q).to(device)
+    if q.scheme.activations is not None:
+        return _pack_w8a8(q, device, kernel)
     planar = device.type == "cpu" and planar_fits(q.scheme, q.shape[1])
     can4 = device.type == "cpu" and int4_fits(q.scheme, *q.shape)
     can8 = device.type == "cpu" and int8_fits(q.scheme, *q.shape)
@@ -96,6 +101,15 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
     if gpu:
         return TritonWeight(q, device)
     return WordsWeight(q).to(device)
+
+
+def _pack_w8a8(q: QuantTensor, device: torch.device, kernel: str | None) -> PackedWeight:
+    if kernel not in (None, "w8a8"):
+        raise RequestError(
+            f"kernel={kernel!r} leaves activations in floating point; {q.scheme.describe()} computes with int8. "
+            "Leave the kernel to quantkit, or take 'w8a8'."
+        )
+    return W8A8Weight(q).to(device)
 
 
 def choose(weight: PackedWeight, tokens: int) -> Kernel:
@@ -139,7 +153,12 @@ class QuantLinear(nn.Module):
         self.kernel = kernel
 
     def hold_dense(self, dtype: torch.dtype) -> None:
-        """Keep the floats too: a prompt is read without dequantizing, at the memory of a model that is not quantized."""
+        """Keep the floats too: a prompt is read without dequantizing, at the memory of a model that is not quantized.
+
+        Raises RequestError for a layer whose activations are quantized: floats would be another model's numbers.
+        """
+        if isinstance(self.packed, W8A8Weight):
+            raise RequestError("keep_dense serves weight-only layers; this model's activations are int8. Leave it out.")
         self.dense = self.dequantize().to(dtype)
 
     def takes_dense(self, tokens: int) -> bool:

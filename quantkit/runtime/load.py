@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.source import Source, TensorInfo, open_source, read_json
+from quantkit.core.activations import round_input
 from quantkit.core.host import release_free_memory
 from quantkit.core.kvscheme import KVScheme
 from quantkit.core.qtensor import BlockTensor, QuantTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError, SourceError
 from quantkit.formats.kv_scales import read_kv_scales
 from quantkit.formats.reader import QuantizedReader
@@ -154,7 +156,9 @@ def fill(
         for name in [*places.values(), *shared.values()]:  # before Weights looks for names: they have no dense weight
             module.get_submodule(name)._parameters.pop("weight")
     weights = Weights(module, _Plain(source, reader, places, module, dequantize), dtype)
-    if not dequantize:
+    if dequantize:
+        _round_inputs(module, reader, places)
+    else:
         _load_packed(module, source, reader, places, shared, device, dtype, kernel)
     _load_dense(module, weights, {f"{name}.weight" for name in places.values()}, device)
     for name, buffer in list(module.named_buffers()):
@@ -247,9 +251,18 @@ def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tupl
     names of those that are stored quantized. Raises SourceError and CheckpointError as ``fill`` does."""
     reader = QuantizedReader(source)
     places = place_modules(module, reader, str(source.path))
+    _round_inputs(module, reader, places)
     return Weights(module, _Plain(source, reader, places, module, True), dtype), {
         f"{name}.weight" for name in places.values()
     }
+
+
+def _round_inputs(module: nn.Module, reader: QuantizedReader, places: dict[str, str]) -> None:
+    """Give every float linear whose activations are quantized what its packed twin computes with."""
+    for stored, name in places.items():
+        scheme = reader.scheme(stored)
+        if isinstance(scheme, Scheme) and scheme.activations is not None:
+            module.get_submodule(name).register_forward_pre_hook(round_input)
 
 
 def _equal(weights: Weights, name: str, twin: str) -> bool:

@@ -57,6 +57,7 @@ EVERY = {"quantkit", "vLLM", "SGLang", "lmdeploy", "transformers", "GPTQModel", 
         (checkpoint(Scheme(4, 256, True)), {"quantkit", "vLLM", "transformers", "llama.cpp"}),
         (checkpoint(Scheme(8, 256, True)), {"quantkit", "transformers", "llama.cpp"}),
         (checkpoint(Scheme(8, None, True)), {"quantkit", "vLLM", "SGLang", "transformers"}),
+        (checkpoint(Scheme(8, None, True, activations="int8")), {"quantkit", "vLLM", "SGLang", "transformers", "llama.cpp"}),
         (checkpoint(Scheme(8, 128, False)), {"quantkit", "transformers", "llama.cpp"}),
         (checkpoint(W4, down_proj=Scheme(8, 128, True)), {"quantkit", "vLLM", "SGLang", "transformers"}),
         (checkpoint(W4, v_proj=Scheme(8, 128, True)), {"quantkit", "transformers"}),
@@ -165,7 +166,7 @@ def test_bfloat16_scales_are_named_where_engines_cast_them() -> None:
 def test_every_rule_quotes_its_reader() -> None:
     for engine in ENGINES:
         readers = [engine.unknown, *(rule.reader for rule in engine.rules), *(reader for reader, _ in engine.splits)]
-        assert all(re.search(r"\.py(:\d|, |: | \(|$)", reader) for reader in readers), engine.name
+        assert all(re.search(r"\.(py|cu)(:\d|, |: | \(|$)", reader) for reader in readers), engine.name
 
 
 def test_the_line_for_people_is_one_line(tmp_path: Path) -> None:
