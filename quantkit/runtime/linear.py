@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -24,11 +25,10 @@ from quantkit.runtime.kernels.triton_layout import TritonWeight, triton_fits
 from quantkit.runtime.kernels.w8a8 import W8A8Weight, linear_w8a8
 
 
-def _on_triton(name: str) -> Kernel:
+def _on_triton(name: str, module: str = "triton_linear") -> Kernel:
     def kernel(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        from quantkit.runtime.kernels import triton_linear  # Triton is imported when a GPU first needs it
-
-        chosen: Kernel = getattr(triton_linear, name)
+        found = import_module(f"quantkit.runtime.kernels.{module}")  # Triton is imported when a GPU first needs it
+        chosen: Kernel = getattr(found, name)
         return chosen(x, weight, bias)
 
     return kernel
@@ -44,6 +44,7 @@ KERNELS: dict[str, Kernel] = {
     "triton-gemm": _on_triton("linear_gemm"),
     "numba": linear_numba,
     "w8a8": linear_w8a8,
+    "triton-w8a8": _on_triton("linear_w8a8_triton", "triton_w8a8"),
 }
 
 # layout -> (kernel for few tokens, number of tokens from which "dequantize" is faster). Measured on AVX2, one thread, torch
@@ -63,6 +64,7 @@ CROSSOVER: dict[str, tuple[str, int]] = {
     "triton": ("triton", sys.maxsize),
     "blocks": ("dequantize", 0),
     "w8a8": ("w8a8", sys.maxsize),  # "dequantize" would leave activations in floating point: other numbers
+    "w8a8-triton": ("triton-w8a8", sys.maxsize),
 }
 
 
@@ -104,12 +106,17 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
 
 
 def _pack_w8a8(q: QuantTensor, device: torch.device, kernel: str | None) -> PackedWeight:
-    if kernel not in (None, "w8a8"):
+    gpu = device.type == "cuda" and find_spec("triton") is not None
+    if kernel not in (None, "w8a8", "triton-w8a8"):
         raise RequestError(
             f"kernel={kernel!r} leaves activations in floating point; {q.scheme.describe()} computes with int8. "
             "Leave the kernel to quantkit, or take 'w8a8'."
         )
-    return W8A8Weight(q).to(device)
+    if kernel == "triton-w8a8" and not gpu:
+        raise RequestError(
+            f"kernel={kernel!r} runs on a GPU with Triton, not on {device}. Leave the kernel to quantkit."
+        )
+    return W8A8Weight(q, triton=gpu and kernel != "w8a8").to(device)
 
 
 def choose(weight: PackedWeight, tokens: int) -> Kernel:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.runtime.kernels.reference import PackedWeight, WordsWeight
 from quantkit.runtime.kernels.triton_layout import ROWS, TritonWeight
+from quantkit.runtime.kernels.w8a8 import W8A8Weight
 from quantkit.runtime.linear import KERNELS, QuantLinear, linear
 
 
@@ -119,7 +120,7 @@ def join_weights(weights: list[PackedWeight]) -> PackedWeight | None:
     first = weights[0]
     if any(type(w) is not type(first) or w.in_features != first.in_features for w in weights):
         return None
-    if not isinstance(first, (TritonWeight, WordsWeight)):
+    if not isinstance(first, (TritonWeight, WordsWeight, W8A8Weight)):
         return None
     if any(getattr(w, "scheme", None) != first.scheme for w in weights):
         return None

@@ -22,14 +22,18 @@ FEW_TOKENS = 4
 
 
 class W8A8Weight(PackedWeight):
-    """Signed bytes and one scale per row. codes: int8 ``[out, in]``; scales: fp16/bf16 ``[out]``."""
+    """Signed bytes and one scale per row. codes: int8 ``[out, in]``; scales: fp16/bf16 ``[out]``.
+
+    triton: whether the kernels of ``triton_w8a8.py`` read it (the same bytes) or this file's.
+    """
 
     layout = "w8a8"
     codes: Tensor
     scales: Tensor
 
-    def __init__(self, q: QuantTensor) -> None:
+    def __init__(self, q: QuantTensor, *, triton: bool = False) -> None:
         super().__init__(*q.shape)
+        self.layout = "w8a8-triton" if triton else "w8a8"
         assert q.scheme.activations == "int8"
         self.scheme = q.scheme
         self.register_buffer("codes", (q.codes.to(torch.int16) - q.scheme.midpoint).to(torch.int8))

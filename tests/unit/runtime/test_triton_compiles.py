@@ -17,8 +17,24 @@ import pytest
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 triton = pytest.importorskip("triton")
 
-POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "work": "*fp32", "lock": "*i32", "index": "*i64"}
-ALIGNED = ("x", "words", "scales", "zeros", "y", "out", "work", "lock", "stride_x", "stride_y", "stride_out")
+POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "work": "*fp32", "lock": "*i32", "index": "*i64",
+            "codes": "*i8", "weights": "*i8", "x_scales": "*fp32", "w_scales": "*fp16"}  # fmt: skip
+ALIGNED = (
+    "codes",
+    "weights",
+    "K",
+    "x",
+    "words",
+    "scales",
+    "zeros",
+    "y",
+    "out",
+    "work",
+    "lock",
+    "stride_x",
+    "stride_y",
+    "stride_out",
+)
 LAYOUT = {"HELD": 4, "WIDTH": 64, "GROUP": 128, "RECORD": 192, "ASYM": True, "EVEN": True}
 FUSED = {**LAYOUT, "FLUSH": 2, "BIAS": False, "PAIR": 0, "ACT": "", "SPLIT": True, "STAGES": 3}
 SHARED = {90: 227 << 10, 80: 163 << 10}  # bytes of shared memory a block may have
@@ -31,7 +47,7 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
 
     names = kernel.arg_names
     kinds = {**POINTERS, **dict.fromkeys(("x", "y", "bias", "out"), f"*{dtype}")}
-    if constants["HELD"] == 8:
+    if constants.get("HELD") == 8:
         kinds.update(words="*i8", zeros="*i16")
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(
@@ -140,3 +156,30 @@ def test_the_dequantizing_kernel_compiles_without_spills() -> None:
     result = compiled(dequantize_kernel, constants, 90, 4)
     check(result, 90)
     assert re.search(r"ld\.global[.\w]*\.v4\.b32", result["asm"]["ptx"])
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("tile", range(3))
+def test_the_int8_kernel_compiles_to_integer_matrix_units(tile: int, arch: int) -> None:
+    from quantkit.runtime.kernels.triton_w8a8 import TILES, product_kernel
+
+    block_m, block_n, block_k, warps, stages = TILES[tile]
+    constants = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "STAGES": stages,
+        "BIAS": True,
+        "EVEN": True,
+    }
+    result = compiled(product_kernel, constants, arch, warps)
+    check(result, arch)
+    assert re.search(r"(wgmma|mma)[.\w]*\.s32\.s8\.s8", result["asm"]["ptx"])
+
+
+def test_the_kernel_that_rounds_activations_compiles_and_divides_as_torch_does() -> None:
+    from quantkit.runtime.kernels.triton_w8a8 import round_kernel
+
+    result = compiled(round_kernel, {"BLOCK": 2048}, 90, 4)
+    check(result, 90)
+    assert "div.rn.f32" in result["asm"]["ptx"]
