@@ -138,7 +138,8 @@ class CompressedTensors:
 
     @staticmethod
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-        forms = {config.get("format"), *(group.get("format") for group in config["config_groups"].values())}
+        groups = config.get("config_groups") or {}
+        forms = {config.get("format"), *(group.get("format") for group in groups.values())}
         unknown = sorted(forms - {PACKED, INT, MIXED, None})
         if unknown:
             raise CheckpointError(

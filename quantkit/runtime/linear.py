@@ -84,6 +84,11 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
         return BlockWeight(q).to(device)
     if q.scheme.activations is not None:
         return _pack_w8a8(q, device, kernel)
+    if kernel in ("w8a8", "triton-w8a8"):
+        raise RequestError(
+            f"kernel={kernel!r} rounds activations to int8; {q.scheme.describe()} keeps them in floating point. Convert "
+            "with --activations int8, or leave the kernel to quantkit."
+        )
     planar = device.type == "cpu" and planar_fits(q.scheme, q.shape[1])
     can4 = device.type == "cpu" and int4_fits(q.scheme, *q.shape)
     can8 = device.type == "cpu" and int8_fits(q.scheme, *q.shape)
