@@ -29,7 +29,7 @@ def test_the_written_model_continues_the_calibration_text(
         ConvertOptions(str(tiny_original), tmp_path / "x", calibration=str(calibration_text), samples=2, seq_len=32, group_size=32)
     ).windows.ids[0, :16]  # type: ignore[union-attr]  # fmt: skip
     assert report.sample["text"].startswith(model.tokenizer.decode(int(model(ids[None])[0, -1].argmax())))
-    assert "  writes    " in report.table()
+    assert "  sample    " in report.table()
 
 
 def test_a_model_that_overflows_does_not_get_its_name(tiny_model: Path, tmp_path: Path) -> None:
