@@ -13,6 +13,8 @@ timeout 170 python3 -m pytest -m gpu -W default -x -q tests/gpu/test_triton_line
 tail -n 15 "$out/tests.log"
 timeout 60 python3 -m pytest -m "gpu and not real" -W default -q tests/gpu/test_generate.py >"$out/generate.log" 2>&1
 tail -n 5 "$out/generate.log"
+timeout 90 python3 -m pytest -m "gpu and not real" -W default -q tests/gpu/test_convert.py >"$out/convert.log" 2>&1
+tail -n 5 "$out/convert.log"
 
 # 2. tuned tiles where the targets lie: a large square, a small one, and what one token costs everywhere
 timeout 200 python3 eval/kernels/gpu_linear.py --tune --seconds 180 --layers "70B o" "8B o" \

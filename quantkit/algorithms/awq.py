@@ -69,7 +69,7 @@ def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realis
     """
     some = _thin(consumers)
     size, spread = _statistics(some, channels)
-    one = torch.ones(channels)
+    one = torch.ones(channels, device=some[0].weight.device)
     plain = _loss(some, one, clip=True)
     if not _finite(plain) or not bool(torch.isfinite(size).all()):
         return Factors(one, plain, plain, "the loss of this fold is not finite; its channels are not scaled")
@@ -115,7 +115,9 @@ def awq(
     weight = weight.float()
     step, zeros = affine.searched_params(weight, scheme, h.diagonal())
     if scheme.width(weight.shape[1]) <= WIDEST_GROUP:
-        rows = max(1, _CACHE_ELEMENTS // weight.shape[1])
+        rows = max(
+            1, (_CACHE_ELEMENTS if weight.device.type == "cpu" else affine.SEARCH_ELEMENTS_GPU) // weight.shape[1]
+        )
         parts = [
             _clip(w, h, s, z, scheme, sweeps)
             for w, s, z in zip(weight.split(rows), step.split(rows), zeros.split(rows) if zeros is not None else [None] * len(step), strict=False)
@@ -220,13 +222,13 @@ def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
 
 def _statistics(consumers: Sequence[Consumer], channels: int) -> tuple[Tensor, Tensor]:
     """Per channel: root mean square of the input, and mean of |w| over the largest of its group. float32 [channels]."""
-    square, spread, count = torch.zeros(channels), torch.zeros(channels), torch.zeros(channels)
+    square, spread, count = torch.zeros(3, channels, device=consumers[0].weight.device)
     for c in consumers:
         groups = affine.split_groups(c.weight.abs(), c.scheme)
         share = (groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)).flatten(1)[:, : c.weight.shape[1]].mean(0)
         square.index_add_(0, c.channels, c.hessian.diagonal().float().clamp(min=0) * c.share)
         spread.index_add_(0, c.channels, share * c.share)
-        count.index_add_(0, c.channels, torch.full((len(c.channels),), c.share))
+        count.index_add_(0, c.channels, torch.full((len(c.channels),), c.share, device=count.device))
     return (square / count).sqrt(), (spread / count).clamp(min=1e-3)
 
 

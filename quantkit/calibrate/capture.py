@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.stats import Hessian
+from quantkit.calibrate.transfer import Shuttle
 from quantkit.errors import UnsupportedModel
 from quantkit.model.stepper import Call, run_block
 
@@ -46,9 +47,13 @@ def observe(
     groups: Sequence[tuple[str, ...]],
     kv: KeyValueSink | None = None,
 ) -> list[Hessian]:
-    """One Hessian per input group, over all states ([batch, tokens, hidden] each). kv: also observe keys and values."""
+    """One Hessian per input group, over all states ([batch, tokens, hidden] each, on the host). kv: also observe keys and values.
+
+    Runs, and keeps the statistics, on the device that the block is on; ``call`` must be there too.
+    """
+    device = device_of(block)
     firsts = [block.get_submodule(names[0]) for names in groups]
-    hessians = [Hessian(linear.in_features) for linear in firsts]  # type: ignore[arg-type]
+    hessians = [Hessian(linear.in_features, device) for linear in firsts]  # type: ignore[arg-type]
     cache = _ObservingCache(kv) if kv is not None else None
     seen: set[int] = set()
 
@@ -70,12 +75,12 @@ def observe(
             )
         call = dataclasses.replace(call, kwargs={**call.kwargs, taken: cache})
     try:
-        for state in states:
+        for hidden in Shuttle(states, device).arriving():
             seen.clear()
             if cache is not None:
                 cache.called = False
             with contextlib.suppress(_Done):
-                run_block(block, state, call)
+                run_block(block, hidden, call)
     finally:
         for handle in handles:
             handle.remove()
@@ -86,6 +91,13 @@ def observe(
 
 @torch.no_grad()
 def advance(block: nn.Module, states: list[Tensor], call: Call) -> None:
-    """Replace each state by the block's output, in place (one batch of outputs is alive at a time)."""
-    for state in states:
-        state.copy_(run_block(block, state, call))
+    """Replace each state by the block's output, in place (a few batches are on the block's device at a time)."""
+    shuttle = Shuttle(states, device_of(block))
+    for index, hidden in enumerate(shuttle.arriving()):
+        shuttle.leave(index, run_block(block, hidden, call))
+    shuttle.finish()
+
+
+def device_of(block: nn.Module) -> torch.device:
+    """Where the block's weights are."""
+    return next(block.parameters()).device

@@ -12,15 +12,26 @@ NON_FINITE_LIMIT = 0.1  # share of dropped tokens above which the job stops: the
 
 
 class Hessian:
+<<<<<<< HEAD
     """Running mean of x xᵀ over tokens, and the largest |x| of each channel. Products in float32, the sum in float64; symmetric.
+=======
+    """Running mean of x xᵀ over tokens. Products in float32, the sum in float64 on a CPU, in float32 elsewhere (half the
+    memory; a few hundred batches are added, whose products carry more rounding than their sum does); symmetric.
+>>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
 
     Tokens with a NaN, an infinite entry or one whose square is infinite are dropped and counted: one would spoil the whole
     matrix.
     """
 
+<<<<<<< HEAD
     def __init__(self, in_features: int) -> None:
         self.sum = torch.zeros(in_features, in_features, dtype=torch.float64)
         self.largest = torch.zeros(in_features)
+=======
+    def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
+        dtype = torch.float64 if torch.device(device).type == "cpu" else torch.float32
+        self.sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
+>>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
         self.tokens = 0
         self.dropped = 0
 
@@ -46,7 +57,7 @@ class Hessian:
                 self.sum[i : i + size, j : j + size] += left @ rows[:, j : j + size]
 
     def result(self, name: str = "input") -> Tensor:
-        """Mean of x xᵀ, float64 [in, in]. Raises NumericsError if too many tokens were dropped or none was seen."""
+        """Mean of x xᵀ, [in, in], in the dtype of the sum. Raises NumericsError if too many tokens were dropped or none was seen."""
         total = self.tokens + self.dropped
         if self.dropped > NON_FINITE_LIMIT * total:
             raise NumericsError(

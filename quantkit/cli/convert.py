@@ -106,7 +106,13 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option("--overwrite", is_flag=True, help="Replace an existing model folder.")
 @click.option("--resume", is_flag=True, help="Go on with a job that was killed or stopped.")
 @click.option("--work-dir", type=click.Path(path_type=Path), help="Where finished blocks are kept. [beside --out]")
-@click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto or cpu.")
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    metavar="DEVICE",
+    help="auto (a GPU if torch sees one), cpu, or cuda.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--kv-budget", hidden=True)

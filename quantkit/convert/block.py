@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED, Scales, Solution
 from quantkit.algorithms.awq import awq
-from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
+from quantkit.algorithms.gptq import ColumnLoop, GPTQOptions, gptq, proxy_loss
 from quantkit.algorithms.rtn import rtn
 from quantkit.convert.plan import Plan, Target
 from quantkit.convert.report import LayerReport
@@ -27,8 +28,13 @@ from quantkit.errors import NumericsError
 class InputGroup:
     """Linears of a block that read one tensor (names inside the block), and what is known about that tensor.
 
+<<<<<<< HEAD
     hessian: float64 [in, in], the mean of x xᵀ over ``tokens``; largest: float32 [in], the largest |x| per channel; None
     without data. ``dropped`` tokens were not finite.
+=======
+    hessian: [in, in], the mean of x xᵀ over ``tokens``, where the block is; None without data. ``dropped`` tokens were not
+    finite.
+>>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
     """
 
     names: tuple[str, ...]
@@ -86,8 +92,8 @@ def _quantize(
     for target, linear, q in zip(targets, linears, _rows(solution.quantized, targets), strict=True):
         dequantized = q.dequantize()
         result.layers.append(_report(target, linear.weight, q, dequantized, group, solution))
-        result.decisions[target.name] = decision_sha256(q)
-        result.parts.update({f"{target.name}.{part}": value for part, value in plan.format.encode(q).items()})
+        result.parts.update({f"{target.name}.{part}": value.cpu() for part, value in plan.format.encode(q).items()})
+        result.decisions[target.name] = decision_sha256(q.to("cpu"))
         linear.weight = nn.Parameter(dequantized, requires_grad=False)
         if scheme.activations is not None:
             linear.register_forward_pre_hook(round_input)
@@ -97,13 +103,22 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, hessian: Tensor | None) -
     o = plan.options
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
-        return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales))
+        return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales), _columns(weight.device))
     if o.method == "awq" and hessian is not None:
         return awq(weight, hessian, scheme, scales, o.damping)
     if o.method in CALIBRATED and o.method != "smooth":
         return replace(rtn(weight, scheme, scales), fallback="rounded: no calibration token reached this layer")
     # without the statistics, also when the KV cache brought some: rtn is data-free, and smooth has used them before
     return rtn(weight, scheme, scales)
+
+
+def _columns(device: torch.device) -> ColumnLoop | None:
+    """What rounds columns there: one kernel for a block of them on a GPU."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from quantkit.runtime.kernels.triton_gptq import round_columns
+
+    return round_columns
 
 
 def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:

@@ -56,7 +56,7 @@ def fold_block(
     for name in plan.rewritten:
         if name.startswith(f"{prefix}."):
             parameter = block.get_parameter(name.removeprefix(f"{prefix}."))
-            result.parts[plan.weights.names[name]] = parameter.to(stored_dtype(plan, name))
+            result.parts[plan.weights.names[name]] = parameter.to(stored_dtype(plan, name)).cpu()
     return done
 
 
@@ -165,7 +165,7 @@ class _Stage:
         """Per channel: beyond it the scale of some group of the row, a fifteenth of its range, would be raised."""
         target = self.plan.targets.get(f"{self.prefix}.{self.fold.producer}")
         if target is None:
-            return torch.full((self.fold.channels,), float("inf"))
+            return torch.full((self.fold.channels,), float("inf"), device=self.weight.device)
         width = target.scheme.width(target.in_features)
         rows = self.weight[self.fold.rows].float()
         spans = torch.stack([part.amax(1) - part.amin(1) for part in rows.split(width, dim=1)], dim=1)

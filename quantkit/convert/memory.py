@@ -1,4 +1,4 @@
-"""Predict what a conversion needs before it starts: host memory, disk. (Device memory is 0: converting runs on the CPU.)"""
+"""Predict what a conversion needs before it starts: host memory, device memory, disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.calibrate.transfer import ON_DEVICE
+from quantkit.core.affine import SEARCH_ELEMENTS_GPU
 from quantkit.core.host import current_rss, peak_rss
 
 CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
@@ -17,7 +19,8 @@ BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul bu
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Bytes. Host memory is the process's resident peak, interpreter and libraries included."""
+    """Bytes. Host memory is the process's resident peak, interpreter and libraries included; device memory what tensors take
+    there (CUDA's own few hundred MB are not counted), 0 on a CPU."""
 
     host: int
     device: int
@@ -45,6 +48,7 @@ class Sizes:
     largest_plain: int  # elements of the largest tensor copied unchanged
     block: int  # parameters of the largest block
     widths: tuple[int, ...]  # in_features of each distinct input of a block
+    largest_parameter: int  # elements of the largest parameter of a block
     largest_group: int  # elements of the largest stack of linears with one input
     inner: int  # activations per token inside a block
     hidden: int
@@ -61,6 +65,7 @@ class Sizes:
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
 
 
+<<<<<<< HEAD
 def kernel_bytes() -> int:
     """What running a packed model adds for numba and its compiled kernels, if they are there and not loaded yet."""
     loaded = "quantkit.runtime.kernels.cpu_numba_pool" in sys.modules
@@ -69,6 +74,10 @@ def kernel_bytes() -> int:
 
 def predict(sizes: Sizes) -> Prediction:
     """The largest phase, on top of what the process holds now.
+=======
+def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
+    """The largest phase, on top of what the process holds now. device: the kind of device that blocks are worked on.
+>>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
 
     embed:  the embedding is read (stored copy + its finite mask + float32), then the states fill
     block:  states + a block in float32 + one Hessian per input in float64 + one batch of activations
@@ -80,30 +89,70 @@ def predict(sizes: Sizes) -> Prediction:
     copy:   states + three stored copies of the largest plain tensor (read, written, read back)
     """
     f32 = 4
+    away = device != "cpu"
     states = sizes.tokens * sizes.hidden * f32
-    hessians = sum(w * w for w in sizes.widths) * 8 if sizes.calibrated else 0
-    widest = max(sizes.widths)
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
-    read_block = sizes.block * f32
+    if away:  # torch rounds pinned blocks up to a power of two
+        states = _pinned(states, batch * sizes.hidden * f32)
+    hessians = 0 if away or not sizes.calibrated else sum(w * w for w in sizes.widths) * 8
+    widest = max(sizes.widths)
+    read_block = sizes.largest_parameter * f32 if away else sizes.block * f32
     phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize}
-    if sizes.whole:
+    if sizes.whole and not away:
         phases["self"] = sizes.whole
     if sizes.tokens:
         # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
         reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
         phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
-        phases["block"] = states + read_block + hessians + batch * sizes.inner * f32 + sizes.kv_sample_bytes
-    if sizes.fold:
+        inner = 0 if away else batch * sizes.inner * f32
+        phases["block"] = states + read_block + hessians + inner + sizes.kv_sample_bytes
+    if sizes.fold and not away:
         phases["fold"] = states + read_block + hessians + sizes.fold
-    factor = 5 * widest * widest * 8 if sizes.calibrated else 0
-    phases["solve"] = states + read_block + hessians + factor + 9 * sizes.largest_group * f32
+    if away:  # codes, and what is packed of them
+        phases["solve"] = states + read_block + 3 * sizes.largest_group
+    else:
+        factor = 5 * widest * widest * 8 if sizes.calibrated else 0
+        phases["solve"] = states + read_block + hessians + factor + 9 * sizes.largest_group * f32
     if sizes.outside_bytes:
         phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
     if sizes.packed_model <= max(GENERATE_BYTES, *phases.values()):
         phases["generate"] = sizes.packed_model + sizes.kernels
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
-    work = output + 2 * states
+    work = output + 2 * sizes.tokens * sizes.hidden * f32
     return Prediction(
-        host, 0, max(work, 2 * output), work, output, phases
+        host, predict_device(sizes) if away else 0, max(work, 2 * output), work, output, phases
     )  # states are gone when the output is assembled
+
+
+def predict_device(sizes: Sizes) -> int:
+    """Bytes that tensors take on the device: always the block in float32 and one float32 Hessian per input, and
+
+    observe: a batch's activations and the batches that travel, and the product that is added to a Hessian
+    solve:   the stacked weights, and the factorisation in float64 (three matrices and its workspace), or the search for
+             ranges on a part of them, or what is left to round, its codes and its errors
+    report:  the Hessian in float64, and a part of one weight three times
+    fold:    as on a CPU
+    self:    the whole model with its cache
+    """
+    f32, f64 = 4, 8
+    widest = max(sizes.widths)
+    square = widest * widest if sizes.calibrated else 0
+    base = sizes.block * f32 + (sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
+    batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
+    searched = min(sizes.largest_group, SEARCH_ELEMENTS_GPU)
+    phases = {
+        "observe": batch * f32 * (sizes.inner + ON_DEVICE * sizes.hidden) + square * f32 // 8,
+        "solve": sizes.largest_group * f32
+        + max(4 * square * f64, 10 * searched * f32, sizes.largest_group * (2 * f32 + 2) + square * f64),
+        "report": square * f64 + 2 * sizes.largest_parameter * f32 + 4 * min(sizes.largest_parameter, 1 << 24) * f64,
+        "fold": sizes.fold,
+        "self": sizes.whole // 2 - base,  # in bfloat16
+        "outside": 12 * CHUNK * f32 - base if sizes.outside_bytes else 0,
+    }
+    return base + max(phases.values())
+
+
+def _pinned(total: int, batch: int) -> int:
+    """Bytes that batches take in pinned memory."""
+    return -(-total // max(batch, 1)) * (1 << (max(batch, 1) - 1).bit_length())

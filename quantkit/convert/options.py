@@ -81,10 +81,6 @@ class ConvertOptions:
             raise RequestError(
                 f"--damping {self.damping}: a share of the Hessian's mean diagonal, above 0 and at most 1."
             )
-        if self.device not in ("auto", "cpu"):
-            raise RequestError(
-                f"--device {self.device}: converting runs on the CPU; a GPU path has not landed yet. Use --device cpu."
-            )
 
     @property
     def scheme(self) -> Scheme:

@@ -62,15 +62,16 @@ def _round(plan: Plan, target: Target) -> tuple[QuantTensor, float]:
     size = max(1, CHUNK // target.in_features)
     for start in range(0, target.out_features, size):
         rows = slice(start, start + size)
-        weight = stored[rows].float()
+        weight = stored[rows].to(plan.device).float()
         if not bool(torch.isfinite(weight).all()):
             raise NumericsError(
                 f"{plan.source.path}: tensor {name!r} holds NaN or infinite values. The file is damaged."
             )
         q = _chunk(plan, target, weight)
-        codes[rows], steps[rows] = q.codes, q.scales
-        if zeros is not None and q.zeros is not None:
-            zeros[rows] = q.zeros
+        host = q.to("cpu")
+        codes[rows], steps[rows] = host.codes, host.scales
+        if zeros is not None and host.zeros is not None:
+            zeros[rows] = host.zeros
         lost += float((q.dequantize() - weight).square().sum(dtype=torch.float64))
         energy += float(weight.square().sum(dtype=torch.float64))
     return QuantTensor(codes, steps, zeros, scheme), (lost / max(energy, 1e-30)) ** 0.5

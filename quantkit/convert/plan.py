@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quantkit.algorithms import FOLDING
@@ -16,6 +17,7 @@ from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, TensorInfo, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
+from quantkit.convert.device import check_device
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, Sizes, kernel_bytes, predict
 from quantkit.convert.options import ConvertOptions
@@ -28,6 +30,7 @@ from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.experts import expert_linears, routers
 from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
 from quantkit.runtime.attention import cached_heads
+from quantkit.runtime.load import choose_device
 
 TRIAL_COPIES = 10  # of the rows searched: scaled, codes, dequantized, error and what the search of ranges holds
 
@@ -53,6 +56,7 @@ class Plan:
     problems: list[str]
     warnings: list[str]
     prediction: Prediction
+    device: torch.device  # blocks are stepped and solved there
 
     def layout(self) -> Layout:
         names, known = self.weights.names, routers(self.model)
@@ -88,6 +92,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     """
     refuse_busy(options.work_folder)
     check_places(options)
+    device = choose_device(options.device)
     source = open_source(options.source)
     refuse_same_place(options.out, source)
     _refuse_quantized(source)
@@ -106,6 +111,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     windows = _windows(options, tokenizer, model, problems)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
+<<<<<<< HEAD
     if windows is not None and options.method != "rtn":
         warnings += few_tokens(windows.ids.numel(), blocks)
     rounded = (
@@ -118,6 +124,10 @@ def make_plan(options: ConvertOptions) -> Plan:
         )
     prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows))
     problems += check_room(options, prediction)
+=======
+    prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows), device.type)
+    problems += check_room(options, prediction) + check_device(device, prediction)
+>>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
     if options.resume:
         warnings.insert(0, resumed_note(options.work_folder, len(blocks.modules)))
     behind = carried(source)[1]
@@ -125,7 +135,7 @@ def make_plan(options: ConvertOptions) -> Plan:
         shown = ", ".join(behind[:5]) + (f" and {len(behind) - 5} more" if len(behind) > 5 else "")
         warnings.append(f"not copied from the source (code, pickles, other data): {shown}")
     return Plan(
-        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, rewritten, problems, warnings, prediction
+        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, rewritten, problems, warnings, prediction, device
     )  # fmt: skip
 
 
@@ -243,6 +253,7 @@ def _sizes(
             for name, linear in linears.items()
             if name not in experts or not name.endswith(".up_proj")
         ),
+        largest_parameter=max(p.numel() for p in block.parameters()),
         largest_group=max(width * out for width, out in by_width.items()),
         inner=sum(linear.in_features + linear.out_features for linear in at_once),
         hidden=config.hidden_size,

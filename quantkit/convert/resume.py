@@ -42,6 +42,7 @@ from quantkit.checkpoint.writer import (
     write_record,
 )
 from quantkit.convert.block import BlockResult
+from quantkit.convert.device import device_name
 from quantkit.convert.folder import beside_sha256
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import busy, check_places, read_job
@@ -172,6 +173,7 @@ def identity(plan: Plan) -> dict[str, Any]:
         "source_sha256": plan.source.digest(),
         "options": plan.options.for_manifest(),
         "calibration": calibration,
+        "device": device_name(plan.device),
         "versions": {"torch": torch.__version__, "transformers": version("transformers"), "numpy": version("numpy")},
         "threads": torch.get_num_threads(),
     }
@@ -189,6 +191,7 @@ WORDS = {
     "beside_sha256": "the files beside the source's weights (sha256)",
     "out": "--out",
     "threads": "the number of threads (OMP_NUM_THREADS)",
+    "device": "--device",
     "cpu": "the processor's instructions",
     "quantkit_version": "the version of quantkit",
     "options.rules": "--rule",

@@ -17,8 +17,10 @@ from quantkit.algorithms.kv import KVObserver
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
+from quantkit.calibrate.transfer import hold
 from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
+from quantkit.convert.device import peak_device_bytes, release_memory, working_on
 from quantkit.convert.fold import fold_block, missing_folds, probe
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import casts_scales, lint_plan
@@ -98,7 +100,8 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     try:
         if plan.windows is not None and plan.windows.ids.is_meta:
             plan.windows = work.text() or _own_text(plan, work, listen)
-        report = _Conversion(plan, work, listen).run()
+        with working_on(plan.device):
+            report = _Conversion(plan, work, listen).run()
         work.writer.commit()
         work.remove()
     except BaseException as error:
@@ -109,6 +112,7 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
         raise
     report.seconds = time.perf_counter() - started
     report.peak_host_bytes = peak_rss()
+    report.peak_device_bytes = peak_device_bytes(plan.device)
     report.output_bytes = sum(file.stat().st_size for file in plan.options.out.glob("*.safetensors"))
     return report
 
@@ -116,7 +120,11 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
 def _own_text(plan: Plan, work: Work, listen: Listener) -> Windows:
     """``--calibration self``: the whole model writes, and is let go before the first block is loaded."""
     windows = selftext.write(
-        plan.source, plan.tokenizer, plan.options, lambda done, total: listen(Progress("self", done, total))
+        plan.source,
+        plan.tokenizer,
+        plan.options,
+        lambda done, total: listen(Progress("self", done, total)),
+        plan.device,
     )
     release_free_memory()
     work.keep_text(windows)
@@ -147,15 +155,16 @@ class _Conversion:
         for index in range(first, len(plan.blocks)):
             name, block = plan.blocks.name(index), plan.blocks.modules[index]
             self.listen(Progress("blocks", index, len(plan.blocks), self._last_error()))
-            plan.weights.load(name)
+            plan.weights.load(name, plan.device)
             result = BlockResult()
             if states:
-                few = probe(states, SHORT)
-                names = input_groups(block, few, short_calls[index])
-                groups = self._observe(index, block, names, states, calls[index], result)
+                call, short = calls[index].to(plan.device), short_calls[index].to(plan.device)
+                few = probe(states, SHORT).to(plan.device)
+                names = input_groups(block, few, short)
+                groups = self._observe(index, block, names, states, call, result)
                 if plan.options.method in FOLDING:
-                    fold_block(plan, name, block, groups, few, short_calls[index], result)
-                    self._observe_kv(index, block, states, calls[index], result)
+                    fold_block(plan, name, block, groups, few, short, result)
+                    self._observe_kv(index, block, states, call, result)
             else:
                 groups = [InputGroup((linear,)) for linear in block_linears(block)]
             quantize_block(plan, name, block, groups, result)
@@ -163,10 +172,10 @@ class _Conversion:
             self.work.record(f"block-{index:04d}", result)
             self._collect(result)
             if states and index + 1 < len(plan.blocks):
-                advance(block, states, calls[index])
+                advance(block, states, call)
                 self.work.states.keep(index + 1, states)
             plan.weights.release(name)
-            release_free_memory()
+            release_memory(plan.device)
         states.clear()
         self._finish()
         return self.report
@@ -243,12 +252,12 @@ class _Conversion:
             plan.weights.load_parameter(name)
         ids = plan.windows.ids
         size = _batch_size(len(ids), max(1, BATCH_TOKENS // ids.shape[1]))
-        states: list[Tensor] = stored or []
+        states = [hold(state, plan.device) for state in stored or []]
         calls: list[Call] = []
         for batch in torch.split(ids if stored is None else ids[:size], size):
             recording = record(plan.model, plan.blocks, batch)
             if stored is None:
-                states.append(recording.hidden.clone())
+                states.append(hold(recording.hidden.clone(), plan.device))
             if not calls:
                 calls = recording.calls
             elif not all(same_call(a, b) for a, b in zip(calls, recording.calls, strict=True)):

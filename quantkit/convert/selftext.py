@@ -65,7 +65,9 @@ def bytes_needed(config: Any, weights: int, options: ConvertOptions) -> int:
     return int(4 * (weights + cache))
 
 
-def write(source: Source, tokenizer: Any, options: ConvertOptions, listen: Listener) -> Windows:
+def write(
+    source: Source, tokenizer: Any, options: ConvertOptions, listen: Listener, device: torch.device | str = "cpu"
+) -> Windows:
     """Let the model write, and cut what it wrote into ``options.samples`` windows. The same seed gives the same tokens.
 
     Raises SourceError when the tokenizer has no ordinary token to start from.
@@ -75,7 +77,7 @@ def write(source: Source, tokenizer: Any, options: ConvertOptions, listen: Liste
     bos = tokenizer.bos_token_id if wants_bos(tokenizer) else None
     room = options.seq_len - int(bos is not None)
     starts = first_tokens(tokenizer, int(source.config["vocab_size"]), sequences(options), options.seed)
-    model = load(source.path, dtype="auto", kv_bits=16, device="cpu")
+    model = load(source.path, dtype="auto", kv_bits=16, device=device)
     written = _continue(model, starts, bos, room, options.seed, listen)
     text = tokenizer.decode(written.flatten().tolist())
     windows = cut(written.flatten(), options.samples, room)

@@ -99,13 +99,15 @@ def searched_params(
         shrink = 1 - (1 - smallest) * step / (steps - 1)
         sides += [(shrink, shrink)] if scheme.symmetric else [(shrink, shrink), (1.0, shrink), (shrink, 1.0)]
     # A few rows at a time: the temporaries then stay in the processor's cache, which is several times faster.
-    rows = max(1, _SEARCH_ELEMENTS // weight.shape[1])
+    # A GPU wants much at a time instead: each part costs hundreds of launches.
+    rows = max(1, (_SEARCH_ELEMENTS if weight.device.type == "cpu" else SEARCH_ELEMENTS_GPU) // weight.shape[1])
     found = [_search_rows(split_groups(part.float(), scheme), gain, sides, scheme) for part in weight.split(rows)]
     zeros = None if scheme.symmetric else torch.cat([zero for _, zero in found if zero is not None])
     return torch.cat([scale for scale, _ in found]), zeros
 
 
 _SEARCH_ELEMENTS = 1 << 18
+SEARCH_ELEMENTS_GPU = 1 << 25  # about nine times as many floats are alive
 
 
 def _search_rows(

@@ -68,6 +68,11 @@ class QuantTensor:
         zeros = 0 if self.zeros is None else self.zeros.numel() * self.scheme.bits
         return self.codes.numel() * self.scheme.bits + self.scales.numel() * 16 + zeros
 
+    def to(self, device: torch.device | str) -> QuantTensor:
+        """The same numbers on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return QuantTensor(self.codes.to(device), self.scales.to(device), zeros, self.scheme)
+
     def dequantize(self) -> Tensor:
         """``(code - zero) * scale`` in float32 ``[out, in]``: the one definition; kernels are tested against it."""
         return affine.dequantize(self.codes, self.scales, self.zeros, self.scheme)

@@ -125,6 +125,7 @@ class _Laboratory:
 
     def __init__(self, block: nn.Module, hidden: Tensor, call: Call, seed: int) -> None:
         self.block, self.hidden, self.call = block, hidden, call
+        self.device = hidden.device
         self.generator = torch.Generator().manual_seed(seed)
         modules = {name: m for name, m in block.named_modules() if name and [*m.parameters(recurse=False)]}
         self.readers = {name: m for name, m in modules.items() if _is_reader(m)}
@@ -170,7 +171,8 @@ class _Laboratory:
         offset = self._offset(first) if norm else 0.0
         if offset is None:
             return None, "its weight does not scale its output"
-        choices = [torch.arange(self.width[first])] if norm else list(self._row_choices(first))
+        found = [torch.arange(self.width[first])] if norm else self._row_choices(first)
+        choices = [rows.to(self.device) for rows in found]
         if not choices:
             return None, "no linear after it has inputs that could be its outputs"
         reason = ""
@@ -304,8 +306,8 @@ class _Laboratory:
 
     def _factors(self, count: int, powers: bool) -> Tensor:
         if powers:
-            return 2.0 ** torch.randint(-2, 3, (count,), generator=self.generator)
-        return 0.5 + 1.5 * torch.rand(count, generator=self.generator)
+            return (2.0 ** torch.randint(-2, 3, (count,), generator=self.generator)).to(self.device)
+        return (0.5 + 1.5 * torch.rand(count, generator=self.generator)).to(self.device)
 
 
 def _layouts(rows: int, columns: int) -> Iterator[Tensor]:
@@ -329,7 +331,7 @@ def _matching(x: Tensor, reference: Tensor, factors: Tensor) -> Tensor | None:
     columns, channels = x.shape[-1], len(factors)
     if columns % channels or not x.numel() or not bool(x.any()):
         return None
-    for index in _channel_maps(columns, channels):
+    for index in (channel.to(x.device) for channel in _channel_maps(columns, channels)):
         if _difference(x * factors[index], reference) <= TOLERANCE:
             return index
     return None

@@ -233,22 +233,26 @@ class Weights:
         """The stored tensor that a parameter is, or is cut from."""
         return self.sources[name].name
 
-    def load(self, module_name: str) -> None:
-        """Read every parameter below a module (``""`` = none but its own) into memory. Raises NumericsError for NaN or inf."""
-        module = self.model.get_submodule(module_name)
-        for local, _ in list(module.named_parameters()):
-            self.load_parameter(f"{module_name}.{local}" if module_name else local)
+    def load(self, module_name: str, device: torch.device | str = "cpu") -> None:
+        """Read every parameter below a module (``""`` = none but its own) onto a device, and move its buffers there.
 
-    def load_parameter(self, name: str) -> None:
+        Raises NumericsError for NaN or inf."""
+        module = self.model.get_submodule(module_name)
+        _move_buffers(module, device)
+        for local, _ in list(module.named_parameters()):
+            self.load_parameter(f"{module_name}.{local}" if module_name else local, device)
+
+    def load_parameter(self, name: str, device: torch.device | str = "cpu") -> None:
+        """Read one parameter onto a device, in the working dtype."""
         owner_name, _, local = name.rpartition(".")
         owner = self.model.get_submodule(owner_name)
-        owner._parameters[local] = nn.Parameter(self.read(name), requires_grad=False)
+        owner._parameters[local] = nn.Parameter(self.read(name, device), requires_grad=False)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """One parameter in the working dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
-        return self.raw(name).to(self.dtype)
+        return self.raw(name, device).to(self.dtype)
 
-    def raw(self, name: str) -> Tensor:
+    def raw(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """One parameter in its stored dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
         stored = self.sources[name]
         if stored.index is None:
@@ -256,6 +260,7 @@ class Weights:
         else:
             experts, local = self._expert(name)
             value = experts.layout.pick(self.source.read_entry(stored.name, stored.index), local)
+        value = value.to(device)  # as stored: half the bytes travel
         if not bool(torch.isfinite(value).all()):
             bad = int((~torch.isfinite(value)).sum())
             raise NumericsError(
@@ -265,11 +270,19 @@ class Weights:
         return value
 
     def release(self, module_name: str) -> None:
-        """Put a module's parameters back on meta, so that their memory is free."""
+        """Put a module's parameters back on meta, so that their memory is free; its buffers come back to the host."""
+        _move_buffers(self.model.get_submodule(module_name), "cpu")
         for module in self.model.get_submodule(module_name).modules():
             for local, param in list(module._parameters.items()):
                 if param is not None:
                     module._parameters[local] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+
+
+def _move_buffers(module: nn.Module, device: torch.device | str) -> None:
+    for owner in module.modules():
+        for local, buffer in owner._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                owner._buffers[local] = buffer.to(device)
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:

@@ -27,6 +27,20 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def to(self, device: torch.device) -> Call:
+        """The same arguments with every tensor on a device."""
+        return Call(_moved(self.args, device), _moved(self.kwargs, device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_moved(one, device) for one in value)
+    return value
+
 
 @dataclass(frozen=True)
 class Recording:

@@ -110,6 +110,10 @@ def choose_device(device: str | torch.device) -> torch.device:
         raise RequestError(f"device={device!r}: expected auto, cpu or cuda.")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise RequestError("device='cuda': torch sees no CUDA device. Use --device cpu, or install torch with CUDA.")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise RequestError(
+            f"device='{found}': torch sees {torch.cuda.device_count()} CUDA devices, counted from cuda:0."
+        )
     return found
 
 

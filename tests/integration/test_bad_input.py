@@ -59,7 +59,7 @@ def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None
         (["--preset", "fast", "--method", "gptq"], 2, ["--preset fast", "--method gptq", "Leave one"]),
         (["--preset", "fast", "--damping", "0.1"], 2, ["--damping", "no effect", "rtn"]),
         (["--colour", "red"], 2, ["--colour"]),
-        (["--device", "cuda"], 2, ["--device cuda", "not landed yet"]),
+        (["--device", "tpu"], 2, ["device='tpu'", "auto, cpu or cuda"]),
         (["--damping", "7"], 2, ["--damping 7"]),
         (["--samples", "0"], 2, ["--samples 0"]),
         (["--calibration", "no-such-file.txt"], 2, ["no-such-file.txt"]),

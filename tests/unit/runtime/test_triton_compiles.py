@@ -37,6 +37,7 @@ ALIGNED = (
 )
 LAYOUT = {"HELD": 4, "WIDTH": 64, "GROUP": 128, "RECORD": 192, "ASYM": True, "EVEN": True}
 FUSED = {**LAYOUT, "FLUSH": 2, "BIAS": False, "PAIR": 0, "ACT": "", "SPLIT": True, "STAGES": 3}
+GPTQ = dict.fromkeys(("rest", "upper", "step", "offset", "errors"), "*fp32") | {"codes": "*u8"}
 SHARED = {90: 227 << 10, 80: 163 << 10}  # bytes of shared memory a block may have
 
 
@@ -49,6 +50,8 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
     kinds = {**POINTERS, **dict.fromkeys(("x", "y", "bias", "out"), f"*{dtype}")}
     if constants.get("HELD") == 8:
         kinds.update(words="*i8", zeros="*i16")
+    if "BLOCK_C" in constants:
+        kinds = GPTQ
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(
         fn=kernel,
@@ -56,7 +59,11 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED if name in names},
     )
-    options = {"num_warps": warps, "num_stages": constants.get("STAGES", 3), "enable_fp_fusion": True}
+    options = {
+        "num_warps": warps,
+        "num_stages": constants.get("STAGES", 3),
+        "enable_fp_fusion": "BLOCK_C" not in constants,
+    }
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = _tool("cuobjdump", ["-res-usage"], result.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
@@ -183,3 +190,15 @@ def test_the_kernel_that_rounds_activations_compiles_and_divides_as_torch_does()
     result = compiled(round_kernel, {"BLOCK": 2048}, 90, 4)
     check(result, 90)
     assert "div.rn.f32" in result["asm"]["ptx"]
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+def test_a_block_of_gptq_columns_stays_in_registers(arch: int) -> None:
+    from quantkit.runtime.kernels.triton_gptq import COLUMNS, LANES, columns_kernel
+
+    result = compiled(columns_kernel, {"BLOCK_C": COLUMNS, "BLOCK_R": LANES}, arch, 1)
+    check(result, arch)
+    ptx = result["asm"]["ptx"]
+    assert "shfl" not in ptx  # a lane finds its row's column in its own registers
+    assert "div.rn.f32" in ptx  # as the CPU divides
+    assert not re.search(r"fma\.rn\.f32", ptx)  # as the CPU multiplies and subtracts

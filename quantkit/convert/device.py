@@ -1,0 +1,62 @@
+"""The device that blocks are worked on: its name, its memory, and exact float32 products there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from quantkit.convert.memory import Prediction
+from quantkit.core.host import release_free_memory, size_text
+from quantkit.errors import QuantkitError
+
+
+def device_name(device: torch.device) -> str:
+    """``cpu``, or the model of GPU: the order of sums, and so a few codes, differ between them."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def check_device(device: torch.device, need: Prediction) -> list[str]:
+    """Problems, in words, if a GPU has less free memory than the job needs."""
+    if device.type != "cuda":
+        return []
+    free = torch.cuda.mem_get_info(device)[0]
+    if need.device <= free:
+        return []
+    return [
+        f"{device}: {size_text(need.device)} of its memory are needed, {size_text(free)} are free. "
+        "Free some of it, choose another GPU (--device cuda:1), or --device cpu."
+    ]
+
+
+@contextlib.contextmanager
+def working_on(device: torch.device) -> Iterator[None]:
+    """float32 products are float32 (no TF32: statistics would keep 10 bits), and memory is counted from here.
+
+    Raises QuantkitError in place of torch's error where the device's memory does not suffice."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise QuantkitError(
+            f"{device}: its memory does not suffice ({str(error).partition('. ')[0]}). Does another process use it? "
+            "Use --device cpu, or fewer tokens per window (--seq-len)."
+        ) from error
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def peak_device_bytes(device: torch.device) -> int:
+    """Most bytes that tensors took on a GPU since ``working_on``; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def release_memory(device: torch.device) -> None:
+    """Give what is free back, on the host and on a GPU: the next block needs pieces of other sizes."""
+    release_free_memory()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
