@@ -38,12 +38,12 @@ def smooth_factors(readers: Sequence[Reader], channels: int, alpha: float = ALPH
     A factor common to all channels changes neither rounding (both scales absorb it), so the mean is taken out: norms and
     weights keep the size they had. A channel that is never used, by text or weights, keeps factor 1.
     """
-    inputs, weights = torch.zeros(channels), torch.zeros(channels)
+    inputs, weights = torch.zeros(2, channels, device=readers[0].inputs.device)
     for reader in readers:
         inputs.scatter_reduce_(0, reader.channels, reader.inputs.float(), "amax")
         weights.scatter_reduce_(0, reader.channels, reader.weights.float(), "amax")
     used = (inputs > 0) & (weights > 0)
     log = alpha * inputs.clamp(min=1e-30).log() - (1 - alpha) * weights.clamp(min=1e-30).log()
     if not bool(used.any()):
-        return torch.ones(channels)
-    return torch.where(used, (log - log[used].mean()).exp(), torch.ones(channels))
+        return torch.ones_like(log)
+    return torch.where(used, (log - log[used].mean()).exp(), 1.0)

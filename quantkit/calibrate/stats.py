@@ -12,26 +12,18 @@ NON_FINITE_LIMIT = 0.1  # share of dropped tokens above which the job stops: the
 
 
 class Hessian:
-<<<<<<< HEAD
-    """Running mean of x xᵀ over tokens, and the largest |x| of each channel. Products in float32, the sum in float64; symmetric.
-=======
-    """Running mean of x xᵀ over tokens. Products in float32, the sum in float64 on a CPU, in float32 elsewhere (half the
-    memory; a few hundred batches are added, whose products carry more rounding than their sum does); symmetric.
->>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
+    """Running mean of x xᵀ over tokens, and the largest |x| of each channel. Products in float32, the sum in float64 on a CPU,
+    in float32 elsewhere (half the memory; a few hundred batches are added, whose products carry more rounding than their sum
+    does); symmetric.
 
     Tokens with a NaN, an infinite entry or one whose square is infinite are dropped and counted: one would spoil the whole
     matrix.
     """
 
-<<<<<<< HEAD
-    def __init__(self, in_features: int) -> None:
-        self.sum = torch.zeros(in_features, in_features, dtype=torch.float64)
-        self.largest = torch.zeros(in_features)
-=======
     def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
         dtype = torch.float64 if torch.device(device).type == "cpu" else torch.float32
         self.sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
->>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
+        self.largest = torch.zeros(in_features, device=device)
         self.tokens = 0
         self.dropped = 0
 

@@ -28,13 +28,8 @@ from quantkit.errors import NumericsError
 class InputGroup:
     """Linears of a block that read one tensor (names inside the block), and what is known about that tensor.
 
-<<<<<<< HEAD
-    hessian: float64 [in, in], the mean of x xᵀ over ``tokens``; largest: float32 [in], the largest |x| per channel; None
-    without data. ``dropped`` tokens were not finite.
-=======
-    hessian: [in, in], the mean of x xᵀ over ``tokens``, where the block is; None without data. ``dropped`` tokens were not
-    finite.
->>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
+    hessian: [in, in], the mean of x xᵀ over ``tokens``, where the block is; largest: float32 [in], the largest |x| per
+    channel; None without data. ``dropped`` tokens were not finite.
     """
 
     names: tuple[str, ...]

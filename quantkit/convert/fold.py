@@ -102,14 +102,15 @@ def stored_dtype(plan: Plan, parameter: str) -> torch.dtype:
 def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str | None]:
     """The method's factors for one fold, float32 [channels]: ones if nothing that is quantized reads it, or with the reason why."""
     plan, fold = stage.plan, stage.fold
+    one = torch.ones(fold.channels, device=stage.weight.device)
     if plan.options.method == "smooth":
         readers = _readers(plan, stage.prefix, stage.block, fold, groups)
-        return stage.realise(smooth_factors(readers, fold.channels)) if readers else torch.ones(fold.channels), None
+        return stage.realise(smooth_factors(readers, fold.channels)) if readers else one, None
     consumers = _consumers(plan, stage.prefix, stage.block, fold, groups)
     if not consumers:
-        return torch.ones(fold.channels), None
+        return one, None
     found = search_factors(consumers, fold.channels, stage.realise)
-    return (found.values, None) if found.fallback is None else (torch.ones(fold.channels), found.fallback)
+    return (found.values, None) if found.fallback is None else (one, found.fallback)
 
 
 def _readers(plan: Plan, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]) -> list[Reader]:

@@ -65,19 +65,14 @@ class Sizes:
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
 
 
-<<<<<<< HEAD
 def kernel_bytes() -> int:
     """What running a packed model adds for numba and its compiled kernels, if they are there and not loaded yet."""
     loaded = "quantkit.runtime.kernels.cpu_numba_pool" in sys.modules
     return 0 if loaded or importlib.util.find_spec("numba") is None else KERNEL_BYTES
 
 
-def predict(sizes: Sizes) -> Prediction:
-    """The largest phase, on top of what the process holds now.
-=======
 def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     """The largest phase, on top of what the process holds now. device: the kind of device that blocks are worked on.
->>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
 
     embed:  the embedding is read (stored copy + its finite mask + float32), then the states fill
     block:  states + a block in float32 + one Hessian per input in float64 + one batch of activations

@@ -111,7 +111,6 @@ def make_plan(options: ConvertOptions) -> Plan:
     windows = _windows(options, tokenizer, model, problems)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
-<<<<<<< HEAD
     if windows is not None and options.method != "rtn":
         warnings += few_tokens(windows.ids.numel(), blocks)
     rounded = (
@@ -122,12 +121,8 @@ def make_plan(options: ConvertOptions) -> Plan:
             f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its weights are read as float16, "
             "and losses and sizes are counted from there"
         )
-    prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows))
-    problems += check_room(options, prediction)
-=======
     prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows), device.type)
     problems += check_room(options, prediction) + check_device(device, prediction)
->>>>>>> 0640b88 (Convert on a GPU, in progress: blocks stepped on the device, GPTQ's columns in one Triton kernel)
     if options.resume:
         warnings.insert(0, resumed_note(options.work_folder, len(blocks.modules)))
     behind = carried(source)[1]

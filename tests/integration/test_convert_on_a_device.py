@@ -55,8 +55,9 @@ def equal_codes(a: Path, b: Path) -> float:
         pytest.param(dict(method="gptq", bits=3, format="native"), marks=pytest.mark.slow),
         pytest.param(dict(method="awq", symmetric=True, kv_bits=8), marks=pytest.mark.slow),
         pytest.param(dict(method="rtn"), marks=pytest.mark.slow),
+        pytest.param(dict(method="smooth", activations="int8", group_size=None), marks=pytest.mark.slow),
     ],
-    ids=["gptq-kv-head", "gptq-search", "awq-kv", "rtn"],
+    ids=["gptq-kv-head", "gptq-search", "awq-kv", "rtn", "smooth"],
 )
 def test_the_same_codes_are_written_as_on_the_cpu(
     options: dict[str, Any], on_device: None, tiny_original: Path, calibration_text: Path, tmp_path: Path
