@@ -182,7 +182,11 @@ def float_activations(c: Checkpoint) -> str | None:
 
 def rounds_slowly(c: Checkpoint) -> str | None:
     """compressed_tensors/quantization/utils/helpers.py, calculate_qparams: (127 + 128) / 2."""
-    return "rounds activations by max|x| / 127.5 and multiplies floats: slow" if int8_activations(c) else None
+    return (
+        "rounds activations by max|x| / 127.5 and multiplies floats: slow"
+        if int8_activations(c) and c.format == CT
+        else None
+    )
 
 
 # Families whose experts transformers was seen to gather from per-expert tensors: symmetric, logits within 6e-4 of quantkit's.
@@ -191,6 +195,8 @@ TRANSFORMERS_EXPERTS = ("mixtral", "qwen3_moe")
 
 def transformers_experts(c: Checkpoint) -> tuple[str, str] | None:
     """Its conversion of expert tensors collects packed codes and scales, no zero points, for families with such names."""
+    if c.format == NATIVE:
+        return "transformers holds experts as one tensor.", "quantkit/hf.py, _places"
     if c.format != CT or not quantizes_experts(c):
         return not_shown(c)
     where = "transformers/integrations/compressed_tensors.py"
@@ -303,7 +309,7 @@ LMDEPLOY = Engine(
 TRANSFORMERS = Engine(
     "transformers",
     "5.23",
-    (CT, GPTQ, AWQ),
+    (CT, NATIVE, GPTQ, AWQ),
     "transformers/quantizers/auto.py:221",
     (
         Rule((CT,), "transformers/integrations/compressed_tensors.py:45", transformers_mixed),
@@ -312,7 +318,14 @@ TRANSFORMERS = Engine(
         at("transformers/quantizers/quantizer_gptq.py:89", kinds("head", "embedding", "tied"), GPTQ, AWQ),
     ),
     (),
-    (lambda c: {GPTQ: "needs gptqmodel and optimum", AWQ: "needs gptqmodel"}.get(c.format), rounds_slowly),
+    (
+        lambda c: {
+            GPTQ: "needs gptqmodel and optimum",
+            AWQ: "needs gptqmodel",
+            NATIVE: "after `import quantkit.hf`",
+        }.get(c.format),
+        rounds_slowly,
+    ),
     transformers_experts,
 )
 

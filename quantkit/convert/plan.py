@@ -15,13 +15,14 @@ from quantkit.algorithms.awq import SEARCH_ROWS
 from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, TensorInfo, open_source
-from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.device import check_device
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, Sizes, kernel_bytes, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
+from quantkit.convert.sample import fallback
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
 from quantkit.core.host import size_text
@@ -99,9 +100,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     model = build_skeleton(source.config)
     blocks = find_blocks(model)
     weights = Weights(model, source)
-    tokenizer = load_tokenizer(
-        source
-    )  # after the skeleton: it reads config.json too, and would blame the tokenizer for it
+    tokenizer = load_tokenizer(source)  # after the skeleton: it reads config.json too, and would blame the tokenizer
     form = writer_format(options.format)
 
     chosen = choose_targets(options, form, blocks, weights)
@@ -174,9 +173,13 @@ def _refuse_quantized(source: Source) -> None:
 
 
 def _windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
-    if not options.needs_data:
-        return None
     config: Any = model.config
+    if not options.needs_data:
+        try:
+            check_vocabulary(fallback(tokenizer), config.to_dict(), options.source)
+        except QuantkitError as error:
+            problems.append(str(error))
+        return None
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and options.seq_len > limit:
         problems.append(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quantkit.convert.memory import GENERATE_BYTES
-from quantkit.convert.plan import Plan
 from quantkit.errors import NumericsError, UnsupportedModel
+
+if TYPE_CHECKING:
+    from quantkit.convert.plan import Plan
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 16
 TOO_LARGE = (
@@ -51,7 +53,10 @@ def run_sample(folder: Path, ids: list[int], tokenizer: Any, out: str, remedy: s
         model = load(folder, device="cpu")
     except UnsupportedModel as error:
         return f"no sample was generated: {error}"
+    from quantkit.checkpoint.tokenizer import check_vocabulary
     from quantkit.runtime.attention import transformers_cache
+
+    check_vocabulary(ids, model.config, out)
 
     tokens: list[int] = []
     cache, fed = transformers_cache(model.new_cache(len(ids) + NEW_TOKENS)), ids

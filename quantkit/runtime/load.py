@@ -155,7 +155,7 @@ def fill(
     Raises SourceError naming what is missing or left over, CheckpointError for a quantized module that does not fit.
     """
     places = place_modules(module, reader, str(source.path))
-    shared = {} if dequantize else _tied_heads(module, source, places)
+    shared = {} if dequantize else tied_heads(module, source, places)
     if not dequantize:
         for name in [*places.values(), *shared.values()]:  # before Weights looks for names: they have no dense weight
             module.get_submodule(name)._parameters.pop("weight")
@@ -163,7 +163,7 @@ def fill(
     if dequantize:
         _round_inputs(module, reader, places)
     else:
-        _load_packed(module, source, reader, places, shared, device, dtype, kernel)
+        load_packed(module, source, reader, places, shared, device, dtype, kernel)
     _load_dense(module, weights, {f"{name}.weight" for name in places.values()}, device)
     for name, buffer in list(module.named_buffers()):
         owner, _, local = name.rpartition(".")
@@ -175,7 +175,7 @@ def fill(
         )
 
 
-def _load_packed(
+def load_packed(
     module: Any, source: Source, reader: QuantizedReader, places: dict[str, str], shared: dict[str, str],
     device: torch.device, dtype: torch.dtype, kernel: str | None,
 ) -> None:  # fmt: skip
@@ -210,7 +210,7 @@ def read_module(
     return value
 
 
-def _tied_heads(module: Any, source: Source, places: dict[str, str]) -> dict[str, str]:
+def tied_heads(module: Any, source: Source, places: dict[str, str]) -> dict[str, str]:
     """Packed embedding -> the head that reads the same matrix, because it is tied and the file stores none of its own."""
     taken = {*places.values(), *(name.removesuffix(".weight") for name in source.names())}
     tied = {

@@ -207,6 +207,20 @@ def test_damaged_models(
     refused(quantkit("convert", tiny_model, "--out", out, *options), code, *words, out=out)
 
 
+def test_a_tokenizer_of_another_model_is_refused_also_where_no_text_is_read(
+    tiny_model: Path, tmp_path: Path, quantkit: Run
+) -> None:
+    damage_vocabulary(tiny_model)
+    options = ["--method", "rtn", "--group-size", "32"]
+    refused(
+        quantkit("convert", tiny_model, "--out", tmp_path / "out", *options),
+        2,
+        "tokenizer",
+        "100 embeddings",
+        out=tmp_path / "out",
+    )
+
+
 def test_a_plan_that_does_not_fit_the_disk_is_refused_before_work(
     tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

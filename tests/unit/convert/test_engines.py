@@ -49,7 +49,7 @@ EVERY = {"quantkit", "vLLM", "SGLang", "lmdeploy", "transformers", "GPTQModel", 
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        (checkpoint(W4, "native"), {"quantkit"}),
+        (checkpoint(W4, "native"), {"quantkit", "transformers"}),
         (checkpoint(W4), EVERY - {"GPTQModel"}),
         (checkpoint(W4A), EVERY - {"GPTQModel"}),
         (checkpoint(Scheme(4, 64, True)), EVERY - {"GPTQModel", "lmdeploy"}),
@@ -188,8 +188,8 @@ def test_a_reason_is_a_sentence_and_names_stay_as_they_are(given: Checkpoint, sa
 
 
 def test_engines_that_do_not_know_a_format_share_a_line() -> None:
-    lines = verdict_lines(lint(checkpoint(Scheme(4, 64, False), "native")))
-    assert len(lines) == 3
-    assert "they do not read the format native" in lines[1]
-    assert lines[2].startswith("nothing but quantkit")
+    lines = verdict_lines(lint(mixture(Scheme(4, 64, False), "mixtral", "native")))
+    assert len(lines) == 4
+    assert "they do not read the format native" in lines[2]
+    assert lines[3].startswith("nothing but quantkit")
     assert not any("nothing but" in line for line in verdict_lines(lint(checkpoint(Scheme(4, 128, True)))))
