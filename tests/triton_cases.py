@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from quantkit.core import affine
-from quantkit.core.qtensor import QuantTensor
+from quantkit.core.qtensor import QuantTensor, TableTensor
 from quantkit.core.scheme import Scheme
+from quantkit.runtime.kernels.tables import VALUES
 from quantkit.runtime.kernels.tiles import Tile
 from quantkit.runtime.kernels.triton_layout import TritonWeight
 
@@ -38,16 +39,29 @@ def quantized(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantTen
     return QuantTensor(affine.quantize(weight, scales, zeros, scheme), scales, zeros, scheme)
 
 
+def looked_up(kind: str, shape: tuple[int, int], group: int | None, seed: int = 0) -> TableTensor:
+    """Random codes of NF4 or FP4 with scales of many sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator)
+    scales = torch.randn(shape[0], shape[1] // (group or shape[1]), generator=generator).mul(3).exp() * 0.01
+    return TableTensor(codes, scales, torch.tensor(VALUES[kind]), group)
+
+
 def inputs(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int = 1) -> Tensor:
     """Rows that are not contiguous: every second one, and a few inputs at the end are left out."""
     noise = torch.randn(2 * tokens, width + 24, generator=torch.Generator().manual_seed(seed))
     return noise.to(dtype).to(device)[::2, :width]
 
 
-def allowed(x: Tensor, q: QuantTensor, expected: Tensor, tile: Tile) -> Tensor:
+def allowed(x: Tensor, q: QuantTensor | TableTensor, expected: Tensor, tile: Tile) -> Tensor:
     """The tolerance that triton_linear.py derives; the reference ``expected`` was computed in float64."""
     u = ROUNDING[x.dtype]
     size, weight = x.double().abs().cpu(), q.dequantize().double().abs()
+    if isinstance(q, TableTensor):
+        exact = x.dtype == torch.float32
+        r = 0.0 if exact else 1.9e-3 if tile.kernel == "gemm" and x.dtype == torch.bfloat16 else 2.1e-4
+        r += 2 * u if tile.kernel == "dequantize" or tile.scale_w else 0.0
+        return u * expected.abs() + (q.shape[1] * 2.0**-24 + r) * (size @ weight.T) + 1e-9
     step = affine.expand_groups(q.scales.float(), q.shape[1], q.scheme).double()
     carrier = 2056 if tile.kernel == "gemv" and x.dtype != torch.float32 and q.scheme.bits <= 4 else 0
     carrier += 0 if q.scheme.bits <= 4 else 256  # 8 bits: the zero is taken off the sum
@@ -58,7 +72,9 @@ def allowed(x: Tensor, q: QuantTensor, expected: Tensor, tile: Tile) -> Tensor:
     return bound
 
 
-def check(q: QuantTensor, packed: TritonWeight, x: Tensor, tile: Tile, bias: Tensor | None = None) -> None:
+def check(
+    q: QuantTensor | TableTensor, packed: TritonWeight, x: Tensor, tile: Tile, bias: Tensor | None = None
+) -> None:
     """One kernel against float64, within the derived tolerance."""
     from quantkit.runtime.kernels.triton_linear import run
 

@@ -1,4 +1,4 @@
-"""QuantTensor: integer codes + scales + zeros + scheme. BlockTensor: raw blocks of a foreign number format."""
+"""QuantTensor: integer codes + scales + zeros + scheme. BlockTensor: raw blocks of a foreign number format. TableTensor: one that looks numbers up."""
 
 from __future__ import annotations
 
@@ -88,11 +88,41 @@ class QuantTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class TableTensor:
+    """A weight of 4-bit codes that name entries of a table, times a scale per group of inputs: ``table[code] * scale``.
+
+    codes: uint8 ``[out, in]``, 0 to 15. scales: float32 ``[out, groups]``. table: float32 ``[16]``. group_size: inputs per scale, which divides
+    ``in``, or None for one scale per row.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    table: Tensor
+    group_size: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(out_features, in_features)``"""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def scheme(self) -> Scheme:
+        """How codes and scales lie; what a code means is the table's."""
+        return Scheme(4, self.group_size)
+
+    def dequantize(self) -> Tensor:
+        """Float32 ``[out, in]``."""
+        width = self.scheme.width(self.shape[1])
+        return self.table[self.codes.long()] * self.scales.repeat_interleave(width, dim=1)
+
+
+@dataclass(frozen=True, slots=True)
 class BlockTensor:
     """A weight in a number format that is not uniform integer (NF4, LLM.int8, K-quants): raw blocks and their kind.
 
     raw: the stored tensors by their local names. decode: raw -> float32 ``[out, in]``; it belongs to the format that
     made this tensor. Evaluated, loaded and verified like any weight; repacking to an integer format is lossy and refused.
+    look_up: raw -> the same numbers as a TableTensor, for formats whose blocks are one, else None.
     """
 
     kind: str
@@ -100,6 +130,7 @@ class BlockTensor:
     shape: tuple[int, int]
     bits_stored: int
     decode: Callable[[dict[str, Tensor]], Tensor]
+    look_up: Callable[[dict[str, Tensor]], TableTensor] | None = None
 
     def dequantize(self) -> Tensor:
         """Float32 ``[out, in]``."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.qtensor import BlockTensor
+from quantkit.core.qtensor import BlockTensor, TableTensor
 from quantkit.errors import CheckpointError
 from quantkit.formats import Stored
 
@@ -115,21 +115,46 @@ def _four_bit(parts: Mapping[str, Tensor]) -> BlockTensor:
     def decode(raw: Mapping[str, Tensor]) -> Tensor:
         return decode_four_bit(raw, (rows, cols), block, nested_block, offset)
 
-    return BlockTensor(kind, raw, (rows, cols), _stored_bits(raw), decode)
+    def look_up(raw: Mapping[str, Tensor]) -> TableTensor:
+        return tabled(raw, (rows, cols), block, nested_block, offset)
+
+    along_rows = cols % block == 0 or block % cols == 0  # else a block ends within a row
+    return BlockTensor(kind, raw, (rows, cols), _stored_bits(raw), decode, look_up if along_rows else None)
 
 
 def decode_four_bit(
     raw: Mapping[str, Tensor], shape: tuple[int, int], block: int, nested_block: int, offset: float
 ) -> Tensor:
     """``quant_map[index] * absmax`` in float32 ``shape``. nested_block: block of the quantized absmax, 0 if it is fp32."""
-    numel, packed = shape[0] * shape[1], raw["weight"].flatten()
-    index = torch.stack([packed >> 4, packed & 15], dim=1).flatten()[:numel]
+    numel = shape[0] * shape[1]
+    values = raw["weight.quant_map"].float()[_indices(raw, numel).long()]
+    return (values * _absmax(raw, nested_block, offset).repeat_interleave(block)[:numel]).reshape(shape)
+
+
+def tabled(
+    raw: Mapping[str, Tensor], shape: tuple[int, int], block: int, nested_block: int, offset: float
+) -> TableTensor:
+    """The same numbers as codes ``[out, in]`` and scales ``[out, groups]``; blocks end at the ends of rows, or hold whole rows."""
+    rows, cols = shape
+    scales = _absmax(raw, nested_block, offset)
+    if block >= cols:
+        scales = scales.repeat_interleave(block // cols)[:rows]
+    codes = _indices(raw, rows * cols).reshape(shape)
+    table = raw["weight.quant_map"].float()
+    return TableTensor(codes, scales.reshape(rows, -1), table, block if block < cols else None)
+
+
+def _indices(raw: Mapping[str, Tensor], numel: int) -> Tensor:
+    packed = raw["weight"].flatten()
+    return torch.stack([packed >> 4, packed & 15], dim=1).flatten()[:numel]
+
+
+def _absmax(raw: Mapping[str, Tensor], nested_block: int, offset: float) -> Tensor:
     absmax = raw["weight.absmax"].flatten()
     if nested_block:
         absmax = raw["weight.nested_quant_map"].float()[absmax.long()]
         absmax = absmax * raw["weight.nested_absmax"].float().repeat_interleave(nested_block)[: absmax.numel()] + offset
-    values = raw["weight.quant_map"].float()[index.long()]
-    return (values * absmax.float().repeat_interleave(block)[:numel]).reshape(shape)
+    return absmax.float()
 
 
 def _stored_bits(raw: Mapping[str, Tensor]) -> int:

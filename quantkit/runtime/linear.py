@@ -21,6 +21,7 @@ from quantkit.runtime.kernels.reference import (
     linear_dequantize,
     linear_reference,
 )
+from quantkit.runtime.kernels.tables import known_table
 from quantkit.runtime.kernels.triton_layout import TritonWeight, triton_fits
 from quantkit.runtime.kernels.w8a8 import W8A8Weight, linear_w8a8
 
@@ -77,11 +78,7 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
     if kernel is not None and kernel not in KERNELS:
         raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
     if isinstance(q, BlockTensor):
-        if kernel not in (None, "reference", "dequantize"):
-            raise RequestError(
-                f"kernel={kernel!r} takes integer weights; this one is {q.kind}. Leave the kernel to quantkit."
-            )
-        return BlockWeight(q).to(device)
+        return _pack_blocks(q, device, kernel)
     if q.scheme.activations is not None:
         return _pack_w8a8(q, device, kernel)
     if kernel in ("w8a8", "triton-w8a8"):
@@ -108,6 +105,23 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
     if gpu:
         return TritonWeight(q, device)
     return WordsWeight(q).to(device)
+
+
+def _pack_blocks(q: BlockTensor, device: torch.device, kernel: str | None) -> PackedWeight:
+    triton = (kernel is not None and kernel.startswith("triton-g")) or kernel == "triton"
+    if kernel not in (None, "reference", "dequantize") and not triton:
+        raise RequestError(
+            f"kernel={kernel!r} takes integer weights; this one is {q.kind}. Leave the kernel to quantkit."
+        )
+    if q.look_up is not None and device.type == "cuda" and find_spec("triton") is not None:
+        tabled = q.look_up({name: tensor.to(device) for name, tensor in q.raw.items()})
+        if known_table(tabled.table) and triton_fits(tabled.scheme, q.shape[1]):
+            return TritonWeight(tabled, device)
+    if triton:
+        raise RequestError(
+            f"kernel={kernel!r} cannot take {q.kind} over {list(q.shape)} on {device}. Leave the kernel to quantkit."
+        )
+    return BlockWeight(q).to(device)
 
 
 def _pack_w8a8(q: QuantTensor, device: torch.device, kernel: str | None) -> PackedWeight:

@@ -124,6 +124,8 @@ def join_weights(weights: list[PackedWeight]) -> PackedWeight | None:
         return None
     if any(getattr(w, "scheme", None) != first.scheme for w in weights):
         return None
+    if any(getattr(w, "table", "") != getattr(first, "table", "") for w in weights):
+        return None
     if isinstance(first, TritonWeight) and any(w.out_features % ROWS for w in weights[:-1]):
         return None  # a brick would hold rows of two
     together = copy.copy(first)

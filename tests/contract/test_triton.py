@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from triton_cases import INTERPRETED, ROUNDING, SCHEMES, SHAPES, TOKENS, check, inputs, quantized
+from triton_cases import INTERPRETED, ROUNDING, SCHEMES, SHAPES, TOKENS, check, inputs, looked_up, quantized
 
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
@@ -58,6 +58,39 @@ else:
         )
         for tile in tiles:
             check(q, TritonWeight(q), inputs(tokens, 192, dtype, "cpu"), tile, bias)
+
+    @pytest.mark.parametrize(
+        ("kind", "shape", "group", "dtype"),
+        [
+            ("nf4", (70, 192), 64, torch.bfloat16),
+            ("nf4", (3, 256), 128, torch.float16),
+            ("nf4", (130, 200), None, torch.float32),
+            ("fp4", (64, 192), 64, torch.bfloat16),
+            ("fp4", (70, 256), 64, torch.float16),
+        ],
+        ids=str,
+    )
+    def test_numbers_of_a_table_are_multiplied(
+        kind: str, shape: tuple[int, int], group: int | None, dtype: torch.dtype
+    ) -> None:
+        q = looked_up(kind, shape, group)
+        bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2)).to(dtype)
+        wide = [] if dtype == torch.float32 else [SPLIT, Tile("gemm", 64, 16, scale_w=True)]
+        for tile in (GEMV, Tile("dequantize"), *wide):
+            check(q, TritonWeight(q), inputs(3, shape[1], dtype, "cpu"), tile, bias)
+
+    def test_dequantized_rows_of_a_table_are_exact_in_float32_and_close_below() -> None:
+        from quantkit.runtime.kernels.triton_linear import dequantize_rows
+
+        for kind, off in (("nf4", 2.1e-4), ("fp4", 0.0)):
+            q = looked_up(kind, (70, 192), 64)
+            packed, expected = TritonWeight(q), q.dequantize()
+            found = dequantize_rows(packed, torch.full((6, 192), float("nan")), start=64)
+            assert torch.equal(found, expected[64:])
+            for dtype in (torch.bfloat16, torch.float16):
+                rows = dequantize_rows(packed, torch.empty(6, 192, dtype=dtype), start=64).float()
+                slack = expected[64:].abs() * (ROUNDING[dtype] + off) + 1e-7  # fp16 has no smaller steps than 2^-24
+                assert bool(((rows - expected[64:]).abs() <= slack).all())
 
     def test_a_split_sum_is_the_same_every_time_and_leaves_its_counters_at_zero() -> None:
         from quantkit.runtime.kernels import triton_linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_cases import SCHEMES, SHAPES, TOKENS, check, inputs, quantized
+from triton_cases import SCHEMES, SHAPES, TOKENS, check, inputs, looked_up, quantized
 
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels.tiles import Tile, choose_tile
@@ -53,6 +53,35 @@ def test_chosen_tiles_agree_at_real_shapes(shape: tuple[int, int], tokens: int) 
     y = linear(x, packed).float()
     limit = 1e-2 if choose_tile(packed, tokens, x.dtype).kernel == "dequantize" else 5e-3
     assert float((y - expected).norm() / expected.norm()) < limit
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize(
+    ("shape", "group"), [((70, 192), 64), ((192, 2048), 64), ((130, 256), 128), ((130, 200), None)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_numbers_of_a_table_are_multiplied(
+    kind: str, shape: tuple[int, int], group: int | None, dtype: torch.dtype
+) -> None:
+    q = looked_up(kind, shape, group)
+    packed = TritonWeight(q, CUDA)
+    assert torch.equal(packed.dequantize().cpu(), q.dequantize())
+    bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2)).to(dtype).to(CUDA)
+    for tokens in (1, 3, 17, 200):
+        x = inputs(tokens, shape[1], dtype, "cuda")
+        for tile in (*TILES, choose_tile(packed, tokens, dtype)):
+            if tile.kernel != "gemm" or dtype != torch.float32:
+                check(q, packed, x, tile, bias)
+
+
+def test_a_bitsandbytes_weight_is_laid_out_for_the_kernels() -> None:
+    from quantkit.core.qtensor import BlockTensor
+
+    q = looked_up("nf4", (192, 256), 64)
+    block = BlockTensor("nf4", {"x": q.codes}, q.shape, 0, lambda raw: q.dequantize(), lambda raw: q)
+    packed = pack(block, device=CUDA)
+    assert isinstance(packed, TritonWeight)
+    assert torch.equal(packed.dequantize().cpu(), q.dequantize())
 
 
 def test_dequantized_rows_are_bit_for_bit() -> None:

@@ -57,7 +57,7 @@ def override(table: Table | None) -> None:
 def key(weight: TritonWeight) -> str:
     """The layer's name in a table: ``4096x4096 4b g128 asym`` (out x in), with the two matrices of a pair as ``+``."""
     rows = f"{weight.pair}+{weight.pair}" if weight.pair else str(weight.out_features)
-    kind = "sym" if weight.scheme.symmetric else "asym"
+    kind = weight.table or ("sym" if weight.scheme.symmetric else "asym")
     return f"{rows}x{weight.in_features} {weight.held}b g{weight.group or 'channel'} {kind}"
 
 
@@ -76,7 +76,7 @@ def choose_tile(weight: TritonWeight, tokens: int, dtype: torch.dtype) -> Tile:
         found = table.get(name, {}).get(number)
         if found is not None:
             return found
-    return derive(weight, tokens, processors(device))
+    return derive(weight, tokens, processors(device), hopper(device))
 
 
 @cache
@@ -118,10 +118,17 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def derive(weight: TritonWeight, tokens: int, sms: int) -> Tile:
+@cache
+def hopper(device: torch.device) -> bool:
+    """Whether matrix units take the left operand from registers without copies in between (``wgmma``, from sm_90 on)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def derive(weight: TritonWeight, tokens: int, sms: int, wide: bool = True) -> Tile:
     """Tiles from the shape alone. Not measured yet: eval/kernels/gpu_linear.py --tune replaces them where a GPU is.
 
     Enough programs for two on each multiprocessor, K split only where the rows do not give them; at least two bricks a part.
+    wide: ``hopper``; registers of older devices do not hold a tile of 64 tokens and its second accumulator.
     From 384 tokens on the matrix units are the limit (2 * 384 / 790 TFLOP/s a weight against 0.6 ps for dequantizing it once).
     """
     if tokens > 384:
@@ -131,11 +138,15 @@ def derive(weight: TritonWeight, tokens: int, sms: int) -> Tile:
         return Tile("gemv", block_n=32 if small else 64, split=_split(weight, 32 if small else 64, 4 * sms), stages=4)
     if tokens <= 16:
         return Tile("gemm", 64, 16, _split(weight, 64, 2 * sms), 4, 4)
+    table = bool(weight.table)  # rounded numbers already; a second accumulator beside looked up ones spills
     if tokens <= 32:
-        return Tile("gemm", 64, 32, _split(weight, 64, 2 * sms), 4, 3)
+        return Tile("gemm", 64, 32, _split(weight, 64, 2 * sms), 4, 3, scale_w=table)
     # a stage holds the x of a whole brick, 512 inputs: 64 tokens and two stages are what shared memory and registers hold
     if tokens <= 64:
-        return Tile("gemm", 64, 64, _split(weight, 64, sms), 8, 2)  # with 4 warps sm_80 spills
+        fine = 0 < weight.group <= 64  # scaling 64 weights is less work than 64 sums, and needs no second accumulator
+        if table or fine or wide:
+            return Tile("gemm", 64, 64, _split(weight, 64, sms), 8, 2, scale_w=table or fine)
+        return Tile("gemm", 64, 32, _split(weight, 64, sms), 4, 3)
     return Tile("gemm", 128, 64, max(1, _split(weight, 128, sms) * 64 // tokens), 8, 2, scale_w=True)
 
 

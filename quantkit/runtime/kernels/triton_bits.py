@@ -6,15 +6,19 @@ A 4-bit code becomes a bf16 number by OR-ing it into the mantissa of 128 (0x4300
 words sit in the halves of one register, so one ``lop3`` and one packed addition make two weights; the addition takes
 ``128 + zero`` away, and nothing is rounded: codes and zeros have at most 5 bits. Plain code costs 5 integer instructions
 for two weights where this costs 2, and integer units run at half the rate of the others: at 4.3 TB/s an H200 has time for
-about 1.7 integer instructions a weight.
+about 1.7 integer instructions a weight. Numbers of a table (NF4, FP4) cost 2.9 (``tables.py``), time for
+two thirds of that bandwidth.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, no-redef"
 # (functions under triton.jit are not Python)
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from quantkit.runtime.kernels.tables import UNITS, entries, look_up
 
 
 def _pair(place: int, bf16: bool) -> tl.constexpr:
@@ -38,6 +42,13 @@ _BYTES = (
 )
 _BYTES_BF16 = tl.constexpr(_BYTES + "cvt.rn.bf16x2.f32 $0, f, e; cvt.rn.bf16x2.f32 $1, h, g; }")
 _BYTES_FP16 = tl.constexpr(_BYTES + "cvt.rn.f16x2.f32 $0, f, e; cvt.rn.f16x2.f32 $1, h, g; }")
+_NF4, _NF4_B, _NF4_H = (tl.constexpr(entries("nf4", d)) for d in (torch.float32, torch.bfloat16, torch.float16))
+_FP4, _FP4_B, _FP4_H = (tl.constexpr(entries("fp4", d)) for d in (torch.float32, torch.bfloat16, torch.float16))
+_LOOK_NF4_B, _LOOK_NF4_H = (tl.constexpr(look_up("nf4", dtype)) for dtype in (torch.bfloat16, torch.float16))
+_LOOK_FP4_B, _LOOK_FP4_H = (tl.constexpr(look_up("fp4", dtype)) for dtype in (torch.bfloat16, torch.float16))
+_FOUR_BF16, _FOUR_FP16 = tl.constexpr((tl.bfloat16,) * 4), tl.constexpr((tl.float16,) * 4)
+_UNIT_NF4_B, _UNIT_NF4_H = (tl.constexpr(1 / UNITS["nf4", dtype]) for dtype in (torch.bfloat16, torch.float16))
+_UNIT_FP4_B, _UNIT_FP4_H = (tl.constexpr(1 / UNITS["fp4", dtype]) for dtype in (torch.bfloat16, torch.float16))
 
 
 @triton.jit
@@ -66,6 +77,58 @@ def plane(half, minus, PLACE: tl.constexpr, ASM: tl.constexpr):
         value = carrier.to(tl.int16).to(minus.dtype, bitcast=True)
         value = (value.to(tl.float32) + minus.to(tl.float32)).to(minus.dtype)  # the interpreter adds bf16 as integers
     return value
+
+
+@triton.jit
+def entry(codes, TABLE: tl.constexpr, dtype: tl.constexpr):
+    """Entries of a table as float32, in plain code: 15 selections. bf16, fp16: as ``looked_up`` gives them, times the unit."""
+    if dtype == tl.float32:
+        t: tl.constexpr = _NF4 if TABLE == 1 else _FP4
+    elif dtype == tl.bfloat16:
+        t: tl.constexpr = _NF4_B if TABLE == 1 else _FP4_B
+    else:
+        t: tl.constexpr = _NF4_H if TABLE == 1 else _FP4_H
+    one, two, four, eight = (codes & 1) != 0, (codes & 2) != 0, (codes & 4) != 0, (codes & 8) != 0
+    low = tl.where(
+        four,
+        tl.where(two, tl.where(one, t[7], t[6]), tl.where(one, t[5], t[4])),
+        tl.where(two, tl.where(one, t[3], t[2]), tl.where(one, t[1], t[0])),
+    )
+    high = tl.where(
+        four,
+        tl.where(two, tl.where(one, t[15], t[14]), tl.where(one, t[13], t[12])),
+        tl.where(two, tl.where(one, t[11], t[10]), tl.where(one, t[9], t[8])),
+    )
+    return tl.where(eight, high, low)
+
+
+@triton.jit
+def looked_up(half, dtype: tl.constexpr, TABLE: tl.constexpr, ASM: tl.constexpr):
+    """The four planes of int16 ``half`` as entries of a table times its unit (``per_unit``), in bf16 or fp16."""
+    if ASM:
+        if dtype == tl.bfloat16:
+            text: tl.constexpr = _LOOK_NF4_B if TABLE == 1 else _LOOK_FP4_B
+            types: tl.constexpr = _FOUR_BF16
+        else:
+            text: tl.constexpr = _LOOK_NF4_H if TABLE == 1 else _LOOK_FP4_H
+            types: tl.constexpr = _FOUR_FP16
+        a, b, c, d = tl.inline_asm_elementwise(text, "=r,=r,=r,=r,r", [half], dtype=types, is_pure=True, pack=2)
+    else:
+        a = entry(half, TABLE, dtype).to(dtype)
+        b = entry(half >> 4, TABLE, dtype).to(dtype)
+        c = entry(half >> 8, TABLE, dtype).to(dtype)
+        d = entry(half >> 12, TABLE, dtype).to(dtype)
+    return a, b, c, d
+
+
+@triton.jit
+def per_unit(TABLE: tl.constexpr, dtype: tl.constexpr):
+    """What a scale is multiplied by where numbers come from ``looked_up``."""
+    if dtype == tl.bfloat16:
+        unit: tl.constexpr = _UNIT_NF4_B if TABLE == 1 else _UNIT_FP4_B
+    else:
+        unit: tl.constexpr = _UNIT_NF4_H if TABLE == 1 else _UNIT_FP4_H
+    return unit
 
 
 @triton.jit

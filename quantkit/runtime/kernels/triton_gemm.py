@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantkit.runtime.kernels.triton_bits import halves, plane, product, scaled, signed_bytes
+from quantkit.runtime.kernels.triton_bits import halves, looked_up, per_unit, plane, product, scaled, signed_bytes
 
 
 @triton.jit
@@ -39,13 +39,18 @@ def tile_of(pid, tiles_m, tiles_n):
 
 @triton.jit
 def group_numbers(scales, zeros, record, rows, k, groups, dtype: tl.constexpr, HELD: tl.constexpr, GROUP: tl.constexpr,
-                  RECORD: tl.constexpr, ASYM: tl.constexpr):  # fmt: skip
+                  RECORD: tl.constexpr, ASYM: tl.constexpr, TABLE: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """Scale (float32) and what ``plane`` / ``signed_bytes`` must add (in ``dtype``, exact), ``[rows, 1]``, of the group at input k.
 
     record: ``row block * groups`` of each row. RECORD: bytes of a record.
     """
     at = record + (tl.minimum(k // GROUP, groups - 1) if GROUP else 0)  # padding of K has no group of its own
-    scale = tl.load(scales + at * (RECORD // 2) + rows % 64).to(tl.float32)
+    if TABLE:
+        scale = tl.load(scales + at * (RECORD // 4) + rows % 64)
+        if not EXACT:
+            scale *= per_unit(TABLE, dtype)
+    else:
+        scale = tl.load(scales + at * (RECORD // 2) + rows % 64).to(tl.float32)
     base: tl.constexpr = (128.0 if dtype == tl.bfloat16 else 1024.0) if HELD == 4 else 0.0
     if ASYM:
         if HELD == 4:
@@ -111,7 +116,7 @@ def finish(acc, y, bias, rows, tokens, M, N, stride_y, PAIR: tl.constexpr, ACT: 
 def gemm_kernel(
     x, words, scales, zeros, bias, y, work, lock, M, N, K, bricks, groups, parts, stride_x, stride_y,
     HELD: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, FLUSH: tl.constexpr,
-    RECORD: tl.constexpr, ASYM: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr,
+    RECORD: tl.constexpr, ASYM: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr,
     EVEN: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -139,13 +144,20 @@ def gemm_kernel(
             low, high = halves(raw)
         for flush in tl.static_range(8 // FLUSH if HELD == 4 else 1):
             k0 = brick * (8 * WIDTH if HELD == 4 else WIDTH) + flush * FLUSH * WIDTH
-            scale, minus = group_numbers(scales, zeros, record, rows, k0, groups, dtype, HELD, GROUP, RECORD, ASYM)
+            scale, minus = group_numbers(
+                scales, zeros, record, rows, k0, groups, dtype, HELD, GROUP, RECORD, ASYM, TABLE, False
+            )
             one = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for index in tl.static_range(FLUSH):
                 k = k0 + index * WIDTH + inner
                 live = live_m if EVEN else live_m & (k < K)[:, None]
                 right = tl.load(x_at + k[:, None], mask=live, other=0.0)
-                if HELD == 4:
+                if TABLE:
+                    if (flush * FLUSH + index) % 4 == 0:
+                        p0, p1, p2, p3 = looked_up(low if flush * FLUSH + index < 4 else high, dtype, TABLE, ASM)
+                    left = p0
+                    p0, p1, p2 = p1, p2, p3
+                elif HELD == 4:
                     left = plane(low if flush * FLUSH + index < 4 else high, minus, (flush * FLUSH + index) % 4, ASM)
                 else:
                     left = signed_bytes(raw, minus, ASYM, ASM)

@@ -6,6 +6,7 @@ of 0x43000000 make 128 + code, bits 12..15 of 0x45000000 make 2048 + code, so fo
 one ``lop3`` and one FMA. What the carriers add, and the zero, leaves again with one number per group and word position,
 ``sum x (carrier + zero)``, from which the sum starts (shared by all rows when symmetric). With bf16 and fp16 inputs the float32 sum loses
 at most 8 of its 24 bits to the carriers, still 2^-16; for float32 inputs ``EXACT`` takes the carrier off every number.
+Entries of a TABLE are fp16 numbers (``tables.py``), for float32 inputs float32 ones.
 
 Bytes: N K (held / 8 + (2 + zero) / group) + 2 K + 2 N a token. Operations: N K FMA, 1.5 N K integer instructions (4 bits), FLUSH^-1 N K
 scalings. Floor: bytes / copy bandwidth; integer units at half rate allow 2.1 instructions a 4-bit weight at 80% of 4.3 TB/s.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quantkit.runtime.kernels.triton_bits import entry, halves, looked_up, per_unit
 from quantkit.runtime.kernels.triton_gemm import add_up, finish
 
 
@@ -63,8 +65,9 @@ def zero_of(zeros, at, rows, HELD: tl.constexpr, RECORD: tl.constexpr, ASYM: tl.
 def gemv_kernel(
     x, words, scales, zeros, bias, y, work, lock, M, N, K, bricks, groups, parts, stride_x, stride_y,
     HELD: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, FLUSH: tl.constexpr,
-    RECORD: tl.constexpr, ASYM: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr,
+    RECORD: tl.constexpr, ASYM: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr,
     EVEN: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """See the top of the file. WIDTH: words (4 bits) or bytes (8 bits) of a brick's row."""
     half: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
@@ -82,10 +85,14 @@ def gemv_kernel(
     acc = tl.zeros((BLOCK_N, WIDTH), tl.float32)
     for brick in tl.range(first, tl.minimum(first + per_part, bricks), num_stages=STAGES):
         raw = tl.load(w_at + brick * (64 * WIDTH), eviction_policy="evict_first")
+        if TABLE and not EXACT:
+            low, high = halves(raw)
         for flush in tl.static_range(8 // FLUSH if HELD == 4 else 1):
             k0 = brick * (8 * WIDTH if HELD == 4 else WIDTH) + flush * FLUSH * WIDTH
             at = record + (tl.minimum(k0 // GROUP, groups - 1) if GROUP else 0)  # padding of K has no group of its own
-            scale = tl.load(scales + at * (RECORD // 2) + rows % 64).to(tl.float32)[:, None]
+            scale = tl.load(scales + at * (RECORD // (4 if TABLE else 2)) + rows % 64).to(tl.float32)[:, None]
+            if TABLE and not EXACT:
+                scale *= per_unit(TABLE, tl.float16)
             zero = zero_of(zeros, at, rows, HELD, RECORD, ASYM)[:, None]
             one = tl.zeros((BLOCK_N, WIDTH), tl.float32)
             plain = tl.zeros((WIDTH,), tl.float32)  # sum of x, which meets the zero
@@ -93,7 +100,17 @@ def gemv_kernel(
             for index in tl.static_range(FLUSH):
                 k = k0 + index * WIDTH + inner
                 right = tl.load(x_at + k, mask=EVEN | (k < K), other=0.0).to(tl.float32)
-                if HELD == 8:
+                if TABLE:
+                    if EXACT:
+                        one += entry(raw >> (4 * (flush * FLUSH + index)), TABLE, tl.float32) * right[None, :]
+                    else:
+                        if (flush * FLUSH + index) % 4 == 0:
+                            p0, p1, p2, p3 = looked_up(
+                                low if flush * FLUSH + index < 4 else high, tl.float16, TABLE, ASM
+                            )
+                        one += p0.to(tl.float32) * right[None, :]
+                        p0, p1, p2 = p1, p2, p3
+                elif HELD == 8:
                     one += (raw.to(tl.float32) - (zero if EXACT else 0.0)) * right[None, :]
                     plain += right
                 else:
@@ -104,7 +121,7 @@ def gemv_kernel(
                         carried += carrier_base(flush * FLUSH + index) * right
                         plain += right
                     one += value * right[None, :]
-            if not EXACT:
+            if not EXACT and not TABLE:
                 one -= carried[None, :] + zero * plain[None, :]
             acc += one * scale
     total = tl.sum(acc, axis=1)[:, None]

@@ -17,7 +17,8 @@ that walks along K reads one stream in 16-byte loads::
              record = 64 scales of 16 bits, then 64 zeros: uint8 (4 bits), int16 (8 bits), or nothing (symmetric)
 
 Codes of 2 and 3 bits are held in 4, those of 5 to 7 in 8, moved so that the zero of a symmetric scheme is 8 there and 0 here
-(asymmetric zeros move along): kernels know one constant each. Rows are padded to 64 with scale 0, K to whole bricks with
+(asymmetric zeros move along): kernels know one constant each. Codes of a table (NF4, FP4) are renamed (``tables.ORDERS``), their records are
+64 scales of float32, nothing else. Rows are padded to 64 with scale 0, K to whole bricks with
 codes at the symmetric zero; kernels read x as 0 there. ``columns`` gives back ``QuantTensor.dequantize`` bit for bit.
 """
 
@@ -28,9 +29,10 @@ import math
 import torch
 from torch import Tensor
 
-from quantkit.core.qtensor import QuantTensor
+from quantkit.core.qtensor import QuantTensor, TableTensor
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels.reference import PackedWeight
+from quantkit.runtime.kernels.tables import ORDERS, RENAMED, VALUES, known_table
 
 ROWS = 64  # rows per brick: the height of one warp group's matrix instruction
 DEVICE_SCRATCH = 1 << 26  # weights dequantized at a time on a GPU: 128 MiB in bf16, used again by every layer
@@ -65,14 +67,18 @@ class TritonWeight(PackedWeight):
     bricks: uint8 ``[row blocks, K bricks, 64, row bytes]``. meta: uint8 ``[row blocks, groups, record]``. held: 4 or 8 bits
     per code. group: inputs per scale, or 0 for one scale over all. flush: planes of a brick that share one scale.
     pair: output rows of the first of two matrices that lie one above the other for an activation (gate, up), else 0.
+    table: the name of the table that codes are looked up in (``tables.VALUES``), or empty: codes are integers.
     """
 
     layout = "triton"
     bricks: Tensor
     meta: Tensor
 
-    def __init__(self, q: QuantTensor, device: torch.device | None = None, *, pair: int = 0) -> None:
+    def __init__(self, q: QuantTensor | TableTensor, device: torch.device | None = None, *, pair: int = 0) -> None:
         super().__init__(*q.shape)
+        self.table = known_table(q.table) if isinstance(q, TableTensor) else ""
+        if isinstance(q, TableTensor) and not self.table:
+            raise ValueError("kernels know the tables of NF4 and FP4, not this one")
         span = brick_span(q.scheme, self.in_features)
         if span is None:
             raise ValueError(f"{q.scheme.describe()} over {list(q.shape)}: groups do not fall on the borders of bricks")
@@ -105,8 +111,8 @@ class TritonWeight(PackedWeight):
 
     @property
     def scales(self) -> Tensor:
-        """fp16/bf16 ``[row blocks, groups, record / 2]``: the first 64 of each record are scales. A view."""
-        return self.meta.view(self.scheme.torch_scale_dtype)
+        """fp16/bf16 ``[row blocks, groups, record / 2]`` (float32, ``record / 4``, with a table): the first 64 of a record. A view."""
+        return self.meta.view(torch.float32 if self.table else self.scheme.torch_scale_dtype)
 
     @property
     def zeros(self) -> Tensor:
@@ -144,7 +150,7 @@ class TritonWeight(PackedWeight):
         return self._floats(index).to(dtype)
 
     def _floats(self, index: Tensor) -> Tensor:
-        """Rows of the weight in float32 ``[n, in_features]``: ``(code - zero) * scale``, no other rounding."""
+        """Rows of the weight in float32 ``[n, in_features]``: ``(code - zero) * scale`` or ``table[code] * scale``, no other rounding."""
         block, row = index // ROWS, index % ROWS
         raw = self.bricks[block, :, row]  # [n, K bricks, row bytes]
         if self.held == 4:
@@ -157,22 +163,28 @@ class TritonWeight(PackedWeight):
         codes = codes.flatten(1)[:, : self.in_features]
         records = self.meta[block]  # [n, groups, record]
         lane = row[:, None, None].expand(-1, self.groups, 1)
-        scale = records[..., : 2 * ROWS].view(self.scheme.torch_scale_dtype).gather(2, lane)[..., 0].float()
+        scale = records[..., : ROWS * self.scales.itemsize].view(self.scales.dtype).gather(2, lane)[..., 0].float()
+        of = torch.arange(self.in_features, device=raw.device) // (self.group or self.in_features)
+        if self.table:
+            values = torch.tensor(VALUES[self.table], device=raw.device)[list(ORDERS[self.table])]
+            found: Tensor = values[codes.long()] * scale[:, of]
+            return found
         zero = torch.full_like(scale, 8.0 if self.held == 4 else 0.0)
         if not self.scheme.symmetric:
             stored = records[..., 2 * ROWS :].contiguous()
             zero = (stored if self.held == 4 else stored.view(torch.int16)).gather(2, lane)[..., 0].float()
-        of = torch.arange(self.in_features, device=raw.device) // (self.group or self.in_features)
         floats: Tensor = (codes.float() - zero[:, of]) * scale[:, of]
         return floats
 
-    def _lay(self, q: QuantTensor, device: torch.device) -> Tensor:
+    def _lay(self, q: QuantTensor | TableTensor, device: torch.device) -> Tensor:
         bits = self.held
         row_bytes = self.span * bits // 8
         bricks = torch.empty(self.row_blocks, self.k_bricks, ROWS, row_bytes, dtype=torch.uint8, device=device)
         step = max(1, (1 << 24) // (ROWS * self.in_features))  # row blocks at a time: temporaries of some 50 MB
         for first in range(0, self.row_blocks, step):
             part = q.codes[first * ROWS : (first + step) * ROWS].to(device)
+            if self.table:
+                part = torch.tensor(RENAMED[self.table], dtype=torch.uint8, device=device)[part.long()]
             blocks = math.ceil(len(part) / ROWS)
             shape = (blocks * ROWS, self.k_bricks * self.span)
             padded = torch.full(shape, 8 if bits == 4 else 0, dtype=torch.uint8, device=device)
@@ -184,7 +196,7 @@ class TritonWeight(PackedWeight):
             bricks[first : first + blocks] = planes.reshape(blocks, self.k_bricks, ROWS, row_bytes)
         return bricks
 
-    def _records(self, q: QuantTensor) -> Tensor:
+    def _records(self, q: QuantTensor | TableTensor) -> Tensor:
         """``[row blocks, groups, record]`` from scales and zeros ``[out, groups]``."""
         pad = self.row_blocks * ROWS - self.out_features
 
@@ -194,7 +206,7 @@ class TritonWeight(PackedWeight):
             return records.view(torch.uint8)
 
         parts = [blocks(q.scales)]
-        if q.zeros is not None:
+        if isinstance(q, QuantTensor) and q.zeros is not None:
             moved = q.zeros + self.shift
             parts.append(blocks(moved.to(torch.uint8 if self.held == 4 else torch.int16)))
         return torch.cat(parts, dim=-1)

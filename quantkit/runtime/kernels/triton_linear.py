@@ -5,7 +5,8 @@ tokens ``linear_dequantize`` (reference.py) runs on ``TritonWeight.columns``, wh
 
 Tolerance against the reference, x and y rounded to their dtype by u (2^-8 in bf16, 2^-11 in fp16): codes, zeros and scales are
 exact, products are exact in float32, so ``|error| <= u |y| + K 2^-24 sum |x_i| (|w_i| + carrier scale_i)``, carrier 0 on matrix
-units, 2056 for the gemv in bf16 and fp16; with ``scale_w`` weights are rounded twice: ``+ 2 u sum |x_i w_i|``.
+units, 2056 for the gemv in bf16 and fp16; with ``scale_w`` weights are rounded twice: ``+ 2 u sum |x_i w_i|``. A table's entries
+are rounded as ``tables.py`` says: ``+ r sum |x_i w_i|``, r = 1.9e-3 in the gemm with bf16 (NF4), 2.1e-4 otherwise, 0 for float32 and FP4.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from quantkit.errors import RequestError
 from quantkit.runtime.kernels.reference import PackedWeight, linear_dequantize
+from quantkit.runtime.kernels.tables import NUMBERS
 from quantkit.runtime.kernels.tiles import Tile, choose_tile
 from quantkit.runtime.kernels.triton_dequant import dequantize_kernel
 from quantkit.runtime.kernels.triton_gemm import gemm_kernel
@@ -75,7 +77,9 @@ def run(x: Tensor, weight: TritonWeight, bias: Tensor | None, tile: Tile, activa
                 **arguments, **shared, BLOCK_M=tile.block_m, SCALE_W=tile.scale_w, ASM=not INTERPRETED, **options
             )
         else:
-            gemv_kernel[(tiles_n, split, tiles_m)](**arguments, **shared, EXACT=x.dtype == torch.float32, **options)
+            gemv_kernel[(tiles_n, split, tiles_m)](
+                **arguments, **shared, EXACT=x.dtype == torch.float32, ASM=not INTERPRETED, **options
+            )
     return y
 
 
@@ -108,7 +112,8 @@ def dequantize_rows(weight: TritonWeight, out: Tensor, *, start: int = 0, index:
             **_layout(weight),
             LOOKUP=lookup,
             BLOCK_R=block,
-            BF16=out.dtype == torch.bfloat16,
+            BF16=out.dtype == torch.bfloat16 and not weight.table,
+            EXACT=bool(weight.table) and out.dtype == torch.float32,
             ASM=not INTERPRETED,
             num_warps=4,
             enable_fp_fusion=True,
@@ -128,6 +133,7 @@ def _layout(weight: TritonWeight) -> dict[str, object]:
         "GROUP": weight.group,
         "RECORD": weight.meta.shape[-1],
         "ASYM": not weight.scheme.symmetric,
+        "TABLE": NUMBERS[weight.table],
         "EVEN": weight.in_features % weight.span == 0,
     }
 

@@ -57,6 +57,33 @@ def test_double_quantized_scales_by_hand():
     assert BitsAndBytes.read_module("x", parts, {}).bits_stored == 128 * 4 + 2 * 8 + 32
 
 
+@pytest.mark.parametrize(("block", "shape"), [(64, (2, 64)), (64, (1, 128)), (64, (4, 32))])
+@pytest.mark.parametrize("nested", [False, True])
+def test_codes_and_scales_by_rows_are_the_same_numbers(block, shape, nested):
+    parts = nf4_parts()
+    fields = {"quant_type": "nf4", "blocksize": block, "shape": list(shape)}
+    if nested:
+        parts["weight.absmax"] = torch.tensor([3, 200], dtype=torch.uint8)
+        parts["weight.nested_absmax"] = torch.tensor([4.0])
+        parts["weight.nested_quant_map"] = torch.linspace(-1, 1, 256)
+        fields |= {"nested_blocksize": 256, "nested_offset": 5.0}
+    parts["weight.quant_state.bitsandbytes__nf4"] = state(**fields)
+    weight = BitsAndBytes.read_module("x", parts, {})
+    found = weight.look_up(weight.raw)
+    assert torch.equal(found.dequantize(), weight.dequantize())
+    assert found.scales.shape == (shape[0], max(1, shape[1] // block))
+    assert found.group_size == (64 if shape[1] == 128 else None)
+
+
+def test_blocks_that_end_within_a_row_are_no_table_of_rows():
+    parts = nf4_parts(**{"weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4", blocksize=64, shape=[4, 32])})
+    assert BitsAndBytes.read_module("x", parts, {}).look_up is not None
+    codes = torch.zeros(3 * 48 // 2, 1, dtype=torch.uint8)
+    parts |= {"weight": codes, "weight.absmax": torch.ones(3)}
+    parts["weight.quant_state.bitsandbytes__nf4"] = state(quant_type="nf4", blocksize=64, shape=[3, 48])
+    assert BitsAndBytes.read_module("x", parts, {}).look_up is None
+
+
 def test_int8_by_hand():
     parts = {"weight": torch.tensor([[127, -64], [0, 1]], dtype=torch.int8), "SCB": torch.tensor([1.0, 12.7])}
     weight = BitsAndBytes.read_module("x", parts, {})

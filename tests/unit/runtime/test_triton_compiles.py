@@ -35,7 +35,7 @@ ALIGNED = (
     "stride_y",
     "stride_out",
 )
-LAYOUT = {"HELD": 4, "WIDTH": 64, "GROUP": 128, "RECORD": 192, "ASYM": True, "EVEN": True}
+LAYOUT = {"HELD": 4, "WIDTH": 64, "GROUP": 128, "RECORD": 192, "ASYM": True, "EVEN": True, "TABLE": 0}
 FUSED = {**LAYOUT, "FLUSH": 2, "BIAS": False, "PAIR": 0, "ACT": "", "SPLIT": True, "STAGES": 3}
 GPTQ = dict.fromkeys(("rest", "upper", "step", "offset", "errors"), "*fp32") | {"codes": "*u8"}
 SHARED = {90: 227 << 10, 80: 163 << 10}  # bytes of shared memory a block may have
@@ -48,6 +48,8 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
 
     names = kernel.arg_names
     kinds = {**POINTERS, **dict.fromkeys(("x", "y", "bias", "out"), f"*{dtype}")}
+    if constants.get("TABLE"):
+        kinds["scales"] = "*fp32"
     if constants.get("HELD") == 8:
         kinds.update(words="*i8", zeros="*i16")
     if "BLOCK_C" in constants:
@@ -86,17 +88,47 @@ def check(result: dict[str, Any], arch: int) -> None:
     assert result["shared"] <= SHARED[arch]
 
 
+def derived(layer: Any, tokens: int, arch: int, dtype: str = "bf16") -> dict[str, Any]:
+    """What runs on a large layer of this kind before anything was tuned."""
+    from quantkit.runtime.kernels.tiles import derive
+    from quantkit.runtime.kernels.triton_gemm import gemm_kernel
+    from quantkit.runtime.kernels.triton_gemv import gemv_kernel
+    from quantkit.runtime.kernels.triton_linear import _layout
+
+    tile = derive(layer, tokens, 132, arch >= 90)
+    constants = {**FUSED, **_layout(layer), "FLUSH": layer.flush, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
+    if tile.kernel == "gemv":
+        return compiled(gemv_kernel, {**constants, "EXACT": False, "ASM": True}, arch, tile.warps, dtype)
+    assert tile.kernel == "gemm"
+    constants.update(BLOCK_M=tile.block_m, SCALE_W=tile.scale_w, ASM=True)
+    return compiled(gemm_kernel, constants, arch, tile.warps, dtype)
+
+
+def large_layer(bits: int, group: int | None, symmetric: bool = False, table: str = "") -> Any:
+    """A weight as bricks, 8192 inputs wide, with rows to spare."""
+    import torch
+
+    from quantkit.core.qtensor import QuantTensor, TableTensor
+    from quantkit.core.scheme import Scheme
+    from quantkit.runtime.kernels.tables import VALUES
+    from quantkit.runtime.kernels.triton_layout import TritonWeight
+
+    scheme = Scheme(bits, group, symmetric)
+    groups = scheme.groups(8192)
+    codes = torch.zeros(64, 8192, dtype=torch.uint8)
+    if table:
+        layer = TritonWeight(TableTensor(codes, torch.ones(64, groups), torch.tensor(VALUES[table]), group))
+    else:
+        zeros = None if symmetric else torch.zeros(64, groups, dtype=torch.int16)
+        layer = TritonWeight(QuantTensor(codes, torch.ones(64, groups, dtype=torch.float16), zeros, scheme))
+    layer.out_features = 64 * 132  # what derive sees: enough rows for its wide tiles
+    return layer
+
+
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize("tokens", [16, 32, 64, 200])
 def test_the_derived_tiles_of_the_matrix_kernel_compile_without_spills(tokens: int, arch: int) -> None:
-    """Those that ``tiles.derive`` gives a large int4 layer: what runs before anything was tuned."""
-    from quantkit.runtime.kernels.tiles import derive
-    from quantkit.runtime.kernels.triton_gemm import gemm_kernel
-
-    tile = derive(_large_layer(), tokens, 132)
-    assert tile.kernel == "gemm"
-    constants = {**FUSED, "BLOCK_N": tile.block_n, "BLOCK_M": tile.block_m, "SCALE_W": tile.scale_w, "ASM": True}
-    result = compiled(gemm_kernel, {**constants, "STAGES": tile.stages}, arch, tile.warps)
+    result = derived(large_layer(4, 128), tokens, arch)
     check(result, arch)
     ptx = result["asm"]["ptx"]
     assert ("wgmma" in ptx) == (arch == 90)  # Hopper's own matrix instruction, weights from registers
@@ -104,33 +136,44 @@ def test_the_derived_tiles_of_the_matrix_kernel_compile_without_spills(tokens: i
     assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)  # 16 bytes at a time, ahead of their use
 
 
-def _large_layer() -> Any:
-    """An int4 weight in groups of 128 as bricks, 8192 inputs wide."""
-    import torch
+@pytest.mark.parametrize(
+    ("bits", "group", "table", "tokens", "arch"),
+    [(8, 64, "", 16, 90), (8, None, "", 32, 80), (4, 64, "", 64, 80), (4, 64, "nf4", 16, 90), (4, 64, "nf4", 32, 80)],
+)
+def test_other_layouts_compile_without_spills(bits: int, group: int | None, table: str, tokens: int, arch: int) -> None:
+    """Those of the slow grid below that come nearest to the limit, one of each kind."""
+    result = derived(large_layer(bits, group, bool(table), table), tokens, arch)
+    check(result, arch)
+    assert "prmt.b32" in result["asm"]["ptx"] or not (table or bits == 8)
 
-    from quantkit.core.qtensor import QuantTensor
-    from quantkit.core.scheme import Scheme
-    from quantkit.runtime.kernels.triton_layout import TritonWeight
 
-    scales = torch.ones(64, 64, dtype=torch.float16)
-    zeros = torch.zeros(64, 64, dtype=torch.int16)
-    return TritonWeight(QuantTensor(torch.zeros(64, 8192, dtype=torch.uint8), scales, zeros, Scheme(4, 128, False)))
+GRID = [
+    (bits, group, symmetric, "", dtype)
+    for bits in (4, 8)
+    for group in (32, 64, 128, None)
+    for symmetric, dtype in ((False, "bf16"), (True, "fp16"))
+] + [(4, 64, True, table, dtype) for table in ("nf4", "fp4") for dtype in ("bf16", "fp16")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "group", "symmetric", "table", "dtype"), GRID)
+@pytest.mark.parametrize("arch", [90, 80])
+def test_no_layout_spills_at_its_derived_tiles(
+    bits: int, group: int | None, symmetric: bool, table: str, dtype: str, arch: int
+) -> None:
+    layer = large_layer(bits, group, symmetric, table)
+    for tokens in (1, 16, 32, 64, 200):
+        check(derived(layer, tokens, arch, dtype), arch)
+    layer.out_features = 64  # a small layer's vector tile
+    check(derived(layer, 1, arch, dtype), arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"HELD": 8, "WIDTH": 128, "RECORD": 256, "FLUSH": 1},
-        {"GROUP": 32, "WIDTH": 32, "FLUSH": 1},
-        {"PAIR": 14336, "ACT": "silu", "BIAS": True},
-    ],
-    ids=["8bit", "g32", "pair"],
-)
-def test_the_matrix_kernel_compiles_for_every_layout(more: dict[str, Any], dtype: str) -> None:
+def test_the_matrix_kernel_compiles_with_an_activation(dtype: str) -> None:
     from quantkit.runtime.kernels.triton_gemm import gemm_kernel
 
+    more = {"PAIR": 14336, "ACT": "silu", "BIAS": True}
     constants = {**FUSED, "BLOCK_N": 64, "BLOCK_M": 16, "SCALE_W": False, "ASM": True, **more}
     check(compiled(gemm_kernel, constants, 90, 4, dtype), 90)
 
@@ -150,7 +193,7 @@ def test_the_vector_kernel_compiles_without_spills(held: int) -> None:
     from quantkit.runtime.kernels.triton_gemv import gemv_kernel
 
     eight = {"HELD": 8, "WIDTH": 128, "RECORD": 256, "FLUSH": 1} if held == 8 else {}
-    result = compiled(gemv_kernel, {**FUSED, **eight, "BLOCK_N": 32, "EXACT": False, "STAGES": 4}, 90, 4)
+    result = compiled(gemv_kernel, {**FUSED, **eight, "BLOCK_N": 32, "EXACT": False, "ASM": True, "STAGES": 4}, 90, 4)
     check(result, 90)
     if held == 4:
         assert "cvt.rn.f32.s32" not in result["asm"]["ptx"]  # codes become numbers where they stand
@@ -159,10 +202,12 @@ def test_the_vector_kernel_compiles_without_spills(held: int) -> None:
 def test_the_dequantizing_kernel_compiles_without_spills() -> None:
     from quantkit.runtime.kernels.triton_dequant import dequantize_kernel
 
-    constants = {**LAYOUT, "LOOKUP": False, "BLOCK_R": 16, "BF16": True, "ASM": True}
-    result = compiled(dequantize_kernel, constants, 90, 4)
-    check(result, 90)
-    assert re.search(r"ld\.global[.\w]*\.v4\.b32", result["asm"]["ptx"])
+    constants = {**LAYOUT, "LOOKUP": False, "BLOCK_R": 16, "BF16": True, "EXACT": False, "ASM": True}
+    table = {"TABLE": 1, "GROUP": 64, "RECORD": 256, "ASYM": False, "BF16": False}
+    for more in ({}, table, {**table, "EXACT": True}):
+        result = compiled(dequantize_kernel, {**constants, **more}, 90, 4, "fp32" if "EXACT" in more else "bf16")
+        check(result, 90)
+        assert re.search(r"ld\.global[.\w]*\.v4\.b32", result["asm"]["ptx"])
 
 
 @pytest.mark.parametrize("arch", [90, 80])

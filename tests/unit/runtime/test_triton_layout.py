@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from triton_cases import looked_up
 
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
@@ -72,3 +75,19 @@ def test_rows_of_one_scheme_are_joined_and_others_refused() -> None:
         join_rows([one, quantized(Scheme(4, 64), (64, 128))])
     with pytest.raises(ValueError, match="pair=32"):
         TritonWeight(join_rows([one, two]), pair=32)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize(("shape", "group"), [((70, 192), 64), ((64, 1024), 64), ((5, 256), 128), ((130, 70), None)])
+def test_numbers_of_a_table_come_back_exactly(kind: str, shape: tuple[int, int], group: int | None) -> None:
+    q = looked_up(kind, shape, group)
+    packed = TritonWeight(q)
+    assert packed.table == kind
+    assert torch.equal(packed.dequantize(), q.dequantize())
+    assert torch.equal(packed.rows(torch.tensor([shape[0] - 1, 0]), torch.float32), q.dequantize()[[-1, 0]])
+
+
+def test_a_table_that_no_kernel_knows_is_not_taken() -> None:
+    q = looked_up("nf4", (64, 128), 64)
+    with pytest.raises(ValueError, match="NF4 and FP4"):
+        TritonWeight(replace(q, table=q.table * 2))
