@@ -28,9 +28,10 @@ from quantkit.cli.progress import bar
 @click.option("--kernel", metavar="NAME", help="One kernel for every layer.  [default: the measured choice]")
 @click.option("--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
 @click.option("--keep-dense", is_flag=True, help="Hold floats beside the packed weights, for prompts.")
+@click.option("--no-graphs", is_flag=True, help="GPU: launch decode steps kernel by kernel, not as CUDA graphs.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def command(model: str, as_json: bool, **given: Any) -> None:
+def command(model: str, as_json: bool, no_graphs: bool, **given: Any) -> None:
     """Time MODEL: first token, tokens/s, bytes read per token and the share of the memory's bandwidth that is reached.
 
     Prompts are random tokens; decoding is greedy, through the engine that `quantkit generate` uses.
@@ -38,5 +39,5 @@ def command(model: str, as_json: bool, **given: Any) -> None:
     from quantkit.evaluate.speed import bench
 
     with bar() as progress:
-        speed = bench(model, progress=progress, **given)
+        speed = bench(model, progress=progress, graphs=not no_graphs, **given)
     print_json(speed.to_json()) if as_json else click.echo(speed.table(color=sys.stdout.isatty()))

@@ -31,6 +31,7 @@ from quantkit.errors import RequestError
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Print text as it comes.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
+@click.option("--no-graphs", is_flag=True, help="GPU: launch decode steps kernel by kernel, not as CUDA graphs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def command(
     model: str,
@@ -40,6 +41,7 @@ def command(
     stream: bool,
     device: str,
     dtype: str,
+    no_graphs: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -53,7 +55,7 @@ def command(
     if not prompt:
         raise RequestError("--prompt: the prompt is empty. Give some text.")
     start = time.perf_counter()
-    loaded = load(model, device=device, dtype=dtype, kv_bits=kv_bits, head_bits=head_bits)
+    loaded = load(model, device=device, dtype=dtype, kv_bits=kv_bits, head_bits=head_bits, graphs=not no_graphs)
     load_seconds = time.perf_counter() - start
     if stream and not as_json:
         result = _print_stream(loaded.stream(prompt, wanted))
@@ -80,6 +82,7 @@ def command(
                 "memory": loaded.memory(),
                 "device": str(loaded.device),
                 "dtype": str(loaded.dtype).removeprefix("torch."),
+                "decoding": loaded.decoding,
             }
         )
         return

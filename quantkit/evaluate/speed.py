@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A benchmark: the cells, what was held in memory, and all that decides the figures."""
+    """A benchmark: the cells, what was held in memory, and all that decides the figures. decoding: see ``Model.decoding``."""
 
     model: str
     device: str
@@ -70,6 +70,7 @@ class Speed:
     kernel: str
     head_bits: int | None
     keep_dense: bool
+    decoding: str
     layouts: dict[str, int]
     threads: int
     seed: int
@@ -109,7 +110,7 @@ class Speed:
             f"memory      codes {held.codes / 1e6:.1f} MB, scales {held.scales / 1e6:.1f} MB, dense {held.dense / 1e6:.1f} MB, "
             f"KV cache {held.kv_per_token / 1e3:.1f} kB a token ({self.kv_stored_bits} bit)",
             f"bandwidth   {read}copy {band.copy / 1e9:.1f} GB/s, {self.threads} threads{load}",
-            f"measured    {self.model} on {self.device}, {self.dtype}, kernel {self.kernel} ({layouts}), loaded in {self.load_seconds:.1f} s",
+            f"measured    {self.model} on {self.device}, {self.dtype}, kernel {self.kernel} ({layouts}), decoded by {self.decoding}, loaded in {self.load_seconds:.1f} s",
         ]
 
 
@@ -153,6 +154,7 @@ def bench(
     kernel: str | None = None,
     head_bits: int | None = None,
     keep_dense: bool = False,
+    graphs: bool = True,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Speed:
@@ -160,7 +162,7 @@ def bench(
     and goes on past end tokens, through the same engine as ``generate``.
 
     batch, prompt: numbers separated by commas. new_tokens: of each answer, 2 at least. repeat: runs of each cell after one
-    that is not counted. threads: of torch; None leaves them. kernel, head_bits, keep_dense: as in ``load``. Raises RequestError for an option that is
+    that is not counted. threads: of torch; None leaves them. kernel, head_bits, keep_dense, graphs: as in ``load``. Raises RequestError for an option that is
     wrong or a cell that does not fit the model's context.
     """
     batches, prompts = whole_numbers(batch, "--batch"), whole_numbers(prompt, "--prompt")
@@ -181,6 +183,7 @@ def bench(
             kernel=kernel,
             head_bits=head_bits,
             keep_dense=keep_dense,
+            graphs=graphs,
         )
         how: dict[str, Any] = {
             "load_seconds": time.perf_counter() - start,
@@ -221,6 +224,7 @@ def _bench(
         dtype=str(model.dtype).removeprefix("torch."),
         kv_bits=model.kv_bits,
         kv_stored_bits=model.kv_stored_bits,
+        decoding=model.decoding,
         layouts=model.layouts(),
         threads=torch.get_num_threads(),
         seed=seed,

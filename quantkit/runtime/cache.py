@@ -168,6 +168,31 @@ class PagedLayer:
             self.table = self.table[:, gone:].contiguous()
             self.dropped += gone
 
+    def lease(self, length: int) -> Tensor:
+        """Pages for every position up to ``length``, for a kernel that goes there by itself: int64 ``[batch, pages]``, position t in
+        column ``t // 64 - dropped``. Behind a sliding window pages come round again. ``settle`` tells how far it went; nothing else may
+        be called before. Only after the first ``append``."""
+        columns = -(-length // PAGE_TOKENS) - self.dropped
+        ring = columns
+        if self.spec.window is not None:
+            ring = min(columns, max(self.table.shape[1], (self.spec.window + PAGE_TOKENS - 2) // PAGE_TOKENS + 1))
+        self.reserve((self.dropped + ring) * PAGE_TOKENS)
+        return self.table[:, torch.arange(columns, device=self.table.device) % ring]
+
+    def settle(self, length: int) -> None:
+        """Count the tokens that were written into leased pages up to ``length``; pages beyond, and those left behind, become free."""
+        held = self.table.shape[1]
+        self.length = length
+        window = self.spec.window
+        gone = 0 if window is None else max(0, (length - window + 1) // PAGE_TOKENS - self.dropped)
+        needed = -(-length // PAGE_TOKENS) - self.dropped - gone
+        # the columns in use, as the lease numbered them
+        columns = torch.arange(gone, gone + held, device=self.table.device) % held
+        turned = self.table[:, columns]
+        self._free += turned[:, needed:].flatten().tolist()
+        self.table = turned[:, :needed].contiguous()
+        self.dropped += gone
+
     def select(self, rows: Tensor) -> None:
         """Keep these sequences only (int64 ``[kept]``, each at most once); the pages of the others become free."""
         keep = set(rows.tolist())
@@ -175,9 +200,13 @@ class PagedLayer:
         self._free += self.table[gone].flatten().tolist()
         self.table = self.table[rows]
 
-    def nbytes(self) -> int:
-        """Bytes of the pages in use."""
-        return self.table.numel() * self.page_bytes()
+    def nbytes(self, length: int | None = None) -> int:
+        """Bytes of the pages in use; length: of those that so many tokens need, where more are leased."""
+        if length is None:
+            return self.table.numel() * self.page_bytes()
+        window = self.spec.window
+        gone = 0 if window is None else max(0, length - window + 1) // PAGE_TOKENS
+        return self.batch * (-(-length // PAGE_TOKENS) - gone) * self.page_bytes()
 
     def reserved_bytes(self) -> int:
         """Bytes of the whole pool, free pages included."""
@@ -251,9 +280,9 @@ class KVCache:
         for layer in self.layers:
             layer.select(rows)
 
-    def nbytes(self) -> int:
-        """Bytes of the pages in use; scales, which every sequence shares, are not counted."""
-        return sum(layer.nbytes() for layer in self.layers)
+    def nbytes(self, length: int | None = None) -> int:
+        """Bytes of the pages in use; scales, which every sequence shares, are not counted. length: see ``PagedLayer.nbytes``."""
+        return sum(layer.nbytes(length) for layer in self.layers)
 
     def reserved_bytes(self) -> int:
         """Bytes of all pools."""

@@ -64,6 +64,25 @@ class Steps(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor: ...
 
+    @property
+    def loop(self) -> Any:
+        """Captured decode steps (``ahead.Loop``), or None."""
+
+
+class Feed(Protocol):
+    """Where tokens come from, a step at a time."""
+
+    def next(self) -> list[int]:
+        """The next token of every sequence that is left."""
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Only these, by their place in the last ``next``, go on."""
+
+    def cached_bytes(self) -> int:
+        """Bytes of the cache's pages, all sequences."""
+
+    def close(self) -> None: ...
+
 
 @dataclass
 class _Sequence:
@@ -117,34 +136,79 @@ def run(
     """
     for prompt, one in zip(prompts, options, strict=True):
         check_length(len(prompt), one.max_tokens, context)
+    most = max(one.max_tokens for one in options)
+    if model.loop is not None:
+        model.loop.prepare(options, max(map(len, prompts)) + most)  # compiled and captured before any clock runs
     start = time.perf_counter()
     live = [
         _sequence(model, row, prompt, one, end_tokens)
         for row, (prompt, one) in enumerate(zip(prompts, options, strict=True))
     ]
     ids, mask = pad_left(prompts, model.device)
-    cache = model.new_cache(ids.shape[1] + max(one.max_tokens for one in options))
+    feed = _feed(model, live, ids, mask, ids.shape[1] + most)
+    try:
+        while live:
+            chosen = feed.next()
+            now = time.perf_counter()
+            for sequence, token in zip(live, chosen, strict=True):
+                text = sequence.take(token, now)
+                done = sequence.result(start, feed.cached_bytes() // len(live)) if sequence.reason else None
+                yield Piece(sequence.row, text, done)
+            kept = [i for i, sequence in enumerate(live) if sequence.reason is None]
+            if len(kept) < len(live):
+                live = [live[i] for i in kept]
+                feed.keep(kept)
+    finally:
+        feed.close()
+
+
+def _feed(model: Steps, live: list[_Sequence], ids: Tensor, mask: Tensor | None, until: int) -> Feed:
+    """Read the prompts; what follows is captured steps where there are such, else one step after the other."""
+    cache = model.new_cache(until)
     seam = transformers_cache(cache)
-    hidden = _prefill(model, ids, seam, mask)
-    while True:
-        logits = model.head(hidden)[:, -1]
-        chosen = [sequence.sampler(row) for sequence, row in zip(live, logits, strict=True)]
-        now = time.perf_counter()
-        for sequence, token in zip(live, chosen, strict=True):
-            text = sequence.take(token, now)
-            done = sequence.result(start, cache.nbytes() // len(live)) if sequence.reason else None
-            yield Piece(sequence.row, text, done)
-        kept = [i for i, sequence in enumerate(live) if sequence.reason is None]
+    logits = model.head(_prefill(model, ids, seam, mask))[:, -1]
+    if model.loop is not None:
+        run: Feed | None = model.loop.begin(cache, mask, live, logits, until)
+        if run is not None:
+            return run
+    return _Stepwise(model, live, cache, seam, mask, logits)
+
+
+class _Stepwise:
+    """Each token is chosen on the host, then the next step is started."""
+
+    def __init__(
+        self, model: Steps, live: list[_Sequence], cache: KVCache, seam: Any, mask: Tensor | None, logits: Tensor
+    ) -> None:
+        self._model, self._cache, self._seam, self._mask = model, cache, seam, mask
+        self._samplers = [sequence.sampler for sequence in live]
+        self._logits: Tensor | None = logits
+        self._chosen: list[int] = []
+
+    def next(self) -> list[int]:
+        logits, self._logits = self._logits, None
+        if logits is None:
+            step = torch.tensor([[token] for token in self._chosen], device=self._model.device)
+            if self._mask is not None:
+                self._mask = torch.cat([self._mask, self._mask.new_ones(len(step), 1)], dim=1)
+            logits = self._model.head(self._model.step(step, self._seam, self._mask))[:, -1]
+        self._chosen = [sampler(row) for sampler, row in zip(self._samplers, logits, strict=True)]
+        return self._chosen
+
+    def keep(self, kept: Sequence[int]) -> None:
         if not kept:
             return
-        if len(kept) < len(live):
-            rows = torch.tensor(kept, device=model.device)
-            cache.select(rows)
-            live, mask = [live[i] for i in kept], None if mask is None else mask[rows]
-        step = torch.tensor([[chosen[i]] for i in kept], device=model.device)
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(len(kept), 1)], dim=1)
-        hidden = model.step(step, seam, mask)
+        rows = torch.tensor(kept, device=self._model.device)
+        self._cache.select(rows)
+        self._mask = None if self._mask is None else self._mask[rows]
+        self._samplers = [self._samplers[i] for i in kept]
+        self._chosen = [self._chosen[i] for i in kept]
+
+    def cached_bytes(self) -> int:
+        return self._cache.nbytes()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def _sequence(

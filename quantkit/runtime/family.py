@@ -11,6 +11,7 @@ joins them otherwise is found out by the proof on its twin (``lean.py``).
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -55,9 +56,10 @@ class Family:
     act: int
 
     def angles(self, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 ``[positions, rotary width]``."""
-        at = torch.arange(positions)[None]
-        probe = torch.zeros(1, 1, dtype=torch.float32)
+        """cos and sin, float32 ``[positions, rotary width]``, where the model is."""
+        device = self.last_norm.device
+        at = torch.arange(positions, device=device)[None]
+        probe = torch.zeros(1, 1, dtype=torch.float32, device=device)
         found = self.rotary(probe, at) if kind is None else self.rotary(probe, at, kind)
         cos, sin = (part[0].float().contiguous() for part in found)
         return cos, sin
@@ -183,11 +185,14 @@ def effective_norm(norm: Any) -> Tensor | None:
     weight, eps = getattr(norm, "weight", None), _eps(norm)
     if weight is None or eps is None or getattr(norm, "bias", None) is not None:
         return None
-    x = torch.linspace(-1, 2, weight.shape[0])[None]
-    y = norm(x.to(weight.dtype)).float()
+    exact = weight.detach().float().cpu()
+    alone = copy.copy(norm)  # in float32 on the host, wherever and whatever the model is
+    alone.__dict__["_parameters"] = {**norm._parameters, "weight": exact}
+    x = torch.linspace(-1, 2, exact.shape[0])[None]
+    y = alone(x)
     root = x / (x.square().mean() + eps).sqrt()
-    for candidate in (weight.detach().float(), 1 + weight.detach().float()):
+    for candidate in (exact, 1 + exact):
         if torch.allclose(root * candidate, y, atol=1e-4, rtol=1e-4):
-            scale: Tensor = candidate.contiguous()
+            scale: Tensor = candidate.contiguous().to(weight.device)
             return scale
     return None

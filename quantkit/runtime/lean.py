@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -39,38 +39,51 @@ def lean_step(module: Any, config: Mapping[str, Any], dtype: torch.dtype, device
     return LeanStep(family)
 
 
+Step = Callable[
+    [Tensor, KVCache, Tensor | None], Tensor | None
+]  # ids [batch, 1], cache, mask -> hidden states, or None
+
+
 @lru_cache(maxsize=16)
 def proved(config: str) -> bool:
-    """Whether the twin of a config gives the same final hidden states by the compiled step as by transformers' definition: a
-    prompt longer than the twin's sliding window and than the context that its positions were scaled from, then four steps of two
-    sequences, one of them padded, over float32 pages. That integer pages are read alike depends on no model: tests hold it."""
+    """Whether the compiled step of a config's twin is right: ``prove`` on a CPU."""
+    return prove(
+        config, torch.device("cpu"), lambda family: LeanStep(family) if _representable(family) else None, CLOSE
+    )
+
+
+def prove(config: str, device: torch.device, make: Callable[[Family], Step | None], close: float) -> bool:
+    """Whether the twin of a config gives the same final hidden states by the step that ``make`` gives as by transformers'
+    definition, within ``close`` of their norm: a prompt longer than the twin's sliding window and than the context that its positions
+    were scaled from, then four steps of two sequences, one of them padded, over float32 pages. That integer pages are read alike depends
+    on no model: tests hold it."""
     from quantkit.model.twin import small_twin
 
     try:
-        twin: Any = small_twin(json.loads(config))
+        twin: Any = small_twin(json.loads(config)).to(device)
         family = recognise(twin)
-        return family is not None and _representable(family) and _equals_the_definition(twin, family)
+        step = None if family is None else make(family)
+        return step is not None and _equals_the_definition(twin, step, device, close)
     except QuantkitError as error:  # no twin, no proof: the definition runs
-        warnings.warn(f"decoding stays with the transformers definition: {error}", stacklevel=2)
+        warnings.warn(f"decoding stays with the transformers definition: {error}", stacklevel=3)
         return False
 
 
-def _equals_the_definition(twin: Any, family: Family) -> bool:
+@torch.inference_mode()
+def _equals_the_definition(twin: Any, step: Step, device: torch.device, close: float) -> bool:
     from quantkit.model.twin import VOCAB
     from quantkit.runtime.model import Model
 
-    model = Model(twin, {}, device=torch.device("cpu"), dtype=torch.float32, read_tokenizer=lambda: None, lean=False)
-    step = LeanStep(family)
+    model = Model(twin, {}, device=device, dtype=torch.float32, read_tokenizer=lambda: None, lean=False)
     count = min(PROOF_TOKENS, model.context or PROOF_TOKENS)
     vocab = min(VOCAB, int(twin.config.vocab_size))
-    ids = torch.randint(3, vocab, (2, count), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(3, vocab, (2, count), generator=torch.Generator().manual_seed(2)).to(device)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    with torch.inference_mode():
-        return all(_agree(model, step, ids, given) for given in (None, mask))
+    return all(_agree(model, step, ids, given, close) for given in (None, mask))
 
 
-def _agree(model: Any, step: LeanStep, ids: Tensor, mask: Tensor | None) -> bool:
+def _agree(model: Any, step: Step, ids: Tensor, mask: Tensor | None, close: float) -> bool:
     from quantkit.runtime.attention import transformers_cache
 
     caches = [model.new_cache(32) for _ in range(2)]
@@ -82,7 +95,7 @@ def _agree(model: Any, step: LeanStep, ids: Tensor, mask: Tensor | None) -> bool
         seen = None if mask is None else mask[:, : last + 1]
         expected = model.step(ids[:, last : last + 1], seams[0], seen)
         found = step(ids[:, last : last + 1], caches[1], seen)
-        if found is None or not float((found - expected).norm()) <= CLOSE * float(expected.norm()):  # NaN is no proof
+        if found is None or not float((found - expected).norm()) <= close * float(expected.norm()):  # NaN is no proof
             return False
     return True
 
@@ -129,7 +142,7 @@ class LeanStep:
         batch, length = ids.shape[0], cache.length
         if ids.shape[1] != 1 or batch > self._most or not all(_readable(layer) for layer in cache.layers):
             return None
-        pads = _left_padding(mask, batch)
+        pads = left_padding(mask, batch)
         if pads is None:
             return None
         k = self._codes
@@ -251,7 +264,7 @@ def _readable(layer: PagedLayer) -> bool:
     return isinstance(keys, PlainCodec) and isinstance(values, PlainCodec) and keys.dtype == torch.float32
 
 
-def _left_padding(mask: Tensor | None, batch: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+def left_padding(mask: Tensor | None, batch: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
     """Padded tokens at the front of each sequence; None for a mask with other holes."""
     if mask is None:
         return np.zeros(batch, dtype=np.int64)

@@ -44,6 +44,7 @@ def load(
     kernel: str | None = None,
     head_bits: int | None = None,
     keep_dense: bool = False,
+    graphs: bool = True,
 ) -> Model:
     """Load a model to run it: floating point, or quantized in any format that quantkit reads.
 
@@ -53,7 +54,8 @@ def load(
     (for evaluation). kernel: None for the measured choice, or a name from ``runtime.linear.KERNELS`` for every layer.
     head_bits: 8 or 4 rounds a head that is stored dense (and the embedding tied to it) to groups of that many bits as it is loaded:
     the largest matrix of a small model; None keeps it exact. keep_dense: hold a float copy of every packed layer beside it, for
-    prompts; costs the memory of the original.
+    prompts; costs the memory of the original. graphs: on a GPU, capture decode steps in CUDA graphs that run ahead of the host where the model
+    allows it; False launches them kernel by kernel.
 
     Raises RequestError for a bad option, SourceError or CheckpointError for a model that cannot be read whole.
     """
@@ -66,6 +68,10 @@ def load(
     if keep_dense and (dequantize or kernel is not None or where.type != "cpu"):
         raise RequestError(
             "keep_dense serves packed layers of a CPU, each with its own choice of kernel. Leave it out here."
+        )
+    if not graphs and where.type != "cuda":
+        raise RequestError(
+            f"graphs=False (--no-graphs) has no effect on {where}: only a GPU captures graphs. Leave it out."
         )
     requested = None if kv_bits is None else KVScheme(kv_bits)
     source = open_source(ref)
@@ -95,6 +101,7 @@ def load(
         end_tokens=end_tokens(source),
         kv_scheme=scheme,
         kv_scales=scales,
+        graphs=graphs,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,7 +29,7 @@ class Model:
 
     config: the content of config.json. module: the transformers model with packed linears. tokenizer: read on first use.
     kv_scheme: how the cache is kept. dtype, device: of activations. lean: whether decoding may leave the transformers
-    definition for a compiled step that was proved equal.
+    definition for a short step that was proved equal. graphs: whether that step is captured on a GPU, and runs ahead of the host.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Model:
         kv_scheme: KVScheme | None = None,
         kv_scales: KVScales | None = None,
         lean: bool = True,
+        graphs: bool = True,
     ) -> None:
         self.module, self.config = module, config
         self.device, self.dtype = device, dtype
@@ -51,7 +53,7 @@ class Model:
         self._read_tokenizer = read_tokenizer
         self._specs = layer_specs(module, self.kv_scheme, kv_scales, dtype, device)
         self._head = head_only(module)
-        self._may_be_lean = lean
+        self._may_be_lean, self._may_capture = lean, graphs
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -60,10 +62,47 @@ class Model:
 
     @cached_property
     def lean(self) -> Any:
-        """The compiled decode step, or None: found and proved at the first step that may take it."""
+        """The short decode step (``lean.py`` on a CPU, ``lean_gpu.py`` on a GPU), or None: found and proved at the first step that may
+        take it. Warns, in words, where a GPU has to do without."""
         from quantkit.runtime.lean import lean_step
 
-        return lean_step(self.module, self.config, self.dtype, self.device) if self._may_be_lean else None
+        if not self._may_be_lean or self.device.type != "cuda":
+            return lean_step(self.module, self.config, self.dtype, self.device) if self._may_be_lean else None
+        from quantkit.runtime.lean_gpu import gpu_step
+
+        step, reason = gpu_step(self.module, self.config, self.dtype, self.device)
+        if step is None:
+            warnings.warn(
+                f"decoding on the GPU runs the transformers definition, launch by launch, without a CUDA graph: {reason}.",
+                stacklevel=2,
+            )
+        return step
+
+    @cached_property
+    def loop(self) -> Any:
+        """Captured decode steps that run ahead of the host (``ahead.py``), or None: for a GPU and a model with a short step."""
+        if self.device.type != "cuda" or not self._may_capture or self.lean is None:
+            return None
+        return self.ahead(self.lean, capture=True)
+
+    def ahead(self, step: Any, *, capture: bool) -> Any:
+        """An ``ahead.Loop`` of a ``GpuStep``; without ``capture`` it launches kernel by kernel (Triton's interpreter)."""
+        from quantkit.runtime.ahead import Loop
+
+        return Loop(step, self.head, self._specs, self.vocabulary, capture=capture)
+
+    @property
+    def decoding(self) -> str:
+        """How a token is made: "graph" (captured steps), "lean" (the short step, launched), "definition" (transformers)."""
+        if self.loop is not None and not self.loop.broken:
+            return "graph"
+        return "definition" if self.lean is None else "lean"
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of a row of logits."""
+        head = self.module.get_output_embeddings()
+        return int(head.out_features)
 
     @property
     def kv_bits(self) -> int:
@@ -204,7 +243,7 @@ class Model:
         each = [one] * len(prompts) if isinstance(one, GenerationOptions) else list(one)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} options; give one for all, or one each.")
-        _ = self.lean  # proved before any clock runs
+        _ = self.lean, self.loop  # proved before any clock runs
         ids = [self.encode(text, chat=o.chat) for text, o in zip(prompts, each, strict=True)]
         return run(self, ids, each, end_tokens=self.end_tokens, context=self.context)
 

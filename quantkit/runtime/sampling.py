@@ -130,6 +130,16 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(options.seed)
         self._seen = set(prompt)
 
+    @property
+    def seen(self) -> frozenset[int]:
+        """Token ids of the prompt, and those chosen here."""
+        return frozenset(self._seen)
+
+    def uniforms(self, count: int) -> Tensor:
+        """The numbers that the next ``count`` tokens are drawn with, float64 ``[count]``; none where nothing is drawn."""
+        drawn = count if self.options.temperature > 0 else 0
+        return torch.rand(drawn, generator=self._generator, dtype=torch.float64)
+
     def __call__(self, logits: Tensor) -> int:
         """The next token id from logits ``[vocab]``."""
         logits = logits.float()

@@ -1,0 +1,217 @@
+"""What lies between the matrices of a decode step, as few kernels: norms with their additions, rotary with the cache write, activation.
+
+``add_norm_kernel``: one program a token. ``x += [after] delta``, then ``x * weight / sqrt(mean x^2 + eps)``; sums in float32, x (the
+residual) in float32 too. Bytes: 8 hidden for x, 2 hidden each for delta and y, 4 hidden for every norm weight (from the cache).
+About 12 operations a number.
+
+``rotary_cache_kernel``: one program a head and token. Query heads: [norm], rotary, written for the attention. Key heads: the same, then
+encoded into the page that the position falls into; value heads: encoded. Bytes: 2 a channel read, 2 (or 1, or 1/2) written. The partner
+of a channel is read again rather than exchanged between threads.
+
+``activate_kernel``: ``act(gate) * up`` where gate and up are no pair that ``linear_pair`` joins. 6 bytes a number.
+
+All three are bound by their launch (some 2 us in a captured graph, against 10 ns for their bytes at 4.3 TB/s and one token of 4096): the
+floor is that there are few of them. Which page, which position, how long: all of it is read from device memory, so a captured graph
+serves every step and every cache. The definitions are ``step.py``; results agree up to the order of float32 sums and one rounding.
+Not yet measured on a GPU.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+# (functions under triton.jit are not Python)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantkit.runtime.kernels.step import PAGE, Heads, Pages
+from quantkit.runtime.kernels.triton_gemm import activate
+
+HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it off rounds to whole numbers, halves to even
+SLOTS = tl.constexpr(PAGE)
+
+
+@triton.jit
+def add_norm_kernel(
+    residual, delta, after, weight, y, width, eps, stride_delta,
+    DELTA: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """residual float32 ``[tokens, width]``, changed in place if ``DELTA``; y ``[tokens, width]``. Grid: (tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    live = at < width
+    x = tl.load(residual + token * width + at, mask=live, other=0.0)
+    if DELTA:
+        more = tl.load(delta + token * stride_delta + at, mask=live, other=0.0).to(tl.float32)
+        if AFTER:
+            root = tl.rsqrt(tl.sum(more * more, 0) / width + eps)
+            more = more * root * tl.load(after + at, mask=live, other=0.0)
+        x += more
+        tl.store(residual + token * width + at, x, mask=live)
+    root = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
+    value = x * root * tl.load(weight + at, mask=live, other=0.0)
+    tl.store(y + token * width + at, value.to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def activate_kernel(gate, up, y, width, stride_gate, stride_up, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    """``act(gate) * up`` of ``[tokens, width]`` each. Grid: (tokens, blocks)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < width
+    left = tl.load(gate + token * stride_gate + at, mask=live, other=0.0).to(tl.float32)
+    right = tl.load(up + token * stride_up + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(y + token * width + at, activate(left, right, ACT).to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def turned(x, weight, root, cos, sin, at, DIM: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr):
+    """Channels ``at`` of a head after norm and rotary, float32; the first TURN channels turn, in pairs TURN / 2 apart."""
+    live = at < DIM
+    value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    partner = tl.where(at < TURN // 2, at + TURN // 2, at - TURN // 2)
+    inside = at < TURN
+    other = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        value *= root * tl.load(weight + at, mask=live, other=0.0)
+        other *= root * tl.load(weight + partner, mask=inside, other=0.0)
+    other = tl.where(at < TURN // 2, -other, other)
+    return value * tl.load(cos + at, mask=inside, other=1.0) + other * tl.load(sin + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def coded(value, scale, zero, at, DIM: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr):
+    """Codes of channels ``at``, int32: ``clamp(round(value / scale) + zero)``, divided as torch divides. scale, zero: of one head."""
+    group = tl.minimum(at, DIM - 1) // (DIM // GROUPS)
+    code = tl.div_rn(value, tl.load(scale + group))
+    code = (code + HALF_EVEN) - HALF_EVEN + tl.load(zero + group)
+    return tl.minimum(tl.maximum(code, 0.0), LEVELS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def head_of_cache(x, weight, root, cos, sin, place, scale, zero, dtype: tl.constexpr, DIM: tl.constexpr,
+                  TURN: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """One key or value head (TURN 0, NORM false) into its page at the address ``place``, as ``cache.py`` stores it.
+
+    Values are rounded to ``dtype`` before they are encoded, as the definition's are.
+    """
+    if BITS == 4:  # even channels in low halves of bytes, odd ones in high halves
+        at = tl.arange(0, BLOCK // 2)
+        low = turned(x, weight, root, cos, sin, 2 * at, DIM, TURN, NORM).to(dtype).to(tl.float32)
+        high = turned(x, weight, root, cos, sin, 2 * at + 1, DIM, TURN, NORM).to(dtype).to(tl.float32)
+        both = (
+            coded(low, scale, zero, 2 * at, DIM, GROUPS, 16)
+            | coded(high, scale, zero, 2 * at + 1, DIM, GROUPS, 16) << 4
+        )
+        tl.store(place.to(tl.pointer_type(tl.uint8)) + at, both.to(tl.uint8), mask=2 * at < DIM)
+    else:
+        at = tl.arange(0, BLOCK)
+        value = turned(x, weight, root, cos, sin, at, DIM, TURN, NORM).to(dtype)
+        if BITS == 8:
+            code = coded(value.to(tl.float32), scale, zero, at, DIM, GROUPS, 256)
+            tl.store(place.to(tl.pointer_type(tl.uint8)) + at, code.to(tl.uint8), mask=at < DIM)
+        else:
+            tl.store(place.to(tl.pointer_type(dtype)) + at, value, mask=at < DIM)
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def rotary_cache_kernel(
+    q, k, v, out, q_norm, k_norm, cos, sin, pads, length, table, start, pools, k_scale, k_zero, v_scale, v_zero,
+    eps, stride_q, stride_k, stride_v, stride_table,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """q, k, v of one token a sequence. Grid: (sequences, HEADS + 2 KV_HEADS). ROW_BYTES: of one token and head in a page."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pad = tl.load(pads + row)
+    now = tl.load(length)
+    at = tl.arange(0, BLOCK)
+    if pad >= 0:
+        angle = (now - pad).to(tl.int64) * TURN
+        if head < HEADS:
+            x = q + row * stride_q + head * DIM
+            root = head_root(x, at, eps, DIM, NORM)
+            value = turned(x, q_norm, root, cos + angle, sin + angle, at, DIM, TURN, NORM)
+            tl.store(out + (row * HEADS + head) * DIM + at, value.to(dtype), mask=at < DIM)
+        else:
+            which = (head - HEADS) // KV_HEADS  # 0: keys, 1: values
+            inner = (head - HEADS) % KV_HEADS
+            page = tl.load(table + row * stride_table + now // SLOTS - tl.load(start)).to(tl.int64)
+            place = tl.load(pools + which) + ((page * KV_HEADS + inner) * SLOTS + now % SLOTS) * ROW_BYTES
+            group = inner * GROUPS
+            if which == 0:
+                x = k + row * stride_k + inner * DIM
+                root = head_root(x, at, eps, DIM, NORM)
+                head_of_cache(x, k_norm, root, cos + angle, sin + angle, place, k_scale + group, k_zero + group,
+                              dtype, DIM, TURN, NORM, BITS, GROUPS, BLOCK)  # fmt: skip
+            else:
+                x = v + row * stride_v + inner * DIM
+                head_of_cache(x, k_norm, 1.0, cos, sin, place, v_scale + group, v_zero + group,
+                              dtype, DIM, 0, False, BITS, GROUPS, BLOCK)  # fmt: skip
+
+
+@triton.jit
+def head_root(x, at, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """``1 / sqrt(mean x^2 + eps)`` of a head, or 1."""
+    root = 1.0
+    if NORM:
+        value = tl.load(x + at, mask=at < DIM, other=0.0).to(tl.float32)
+        root = tl.rsqrt(tl.sum(value * value, 0) / DIM + eps)
+    return root
+
+
+def add_norm(
+    residual: Tensor, delta: Tensor | None, after: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """``step.add_norm`` in one kernel: changes ``residual`` (float32 ``[tokens, hidden]``) in place, returns ``[tokens, hidden]``."""
+    tokens, width = residual.shape
+    assert residual.dtype == torch.float32
+    assert residual.is_contiguous()
+    y = torch.empty(tokens, width, dtype=dtype, device=residual.device)
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device_of(residual):
+        add_norm_kernel[(tokens,)](
+            residual, residual if delta is None else delta, weight if after is None else after, weight, y, width, eps,
+            0 if delta is None else delta.stride(0),
+            DELTA=delta is not None, AFTER=after is not None, BLOCK=block, num_warps=warps_for(block),
+        )  # fmt: skip
+    return y
+
+
+def warps_for(block: int) -> int:
+    """At most 32 numbers a thread, 4 at least."""
+    return min(16, max(4, block // 512))
+
+
+def activated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """``act(gate) * up``, ``[tokens, width]`` each, rows may have strides of their own."""
+    tokens, width = gate.shape
+    y = torch.empty(tokens, width, dtype=gate.dtype, device=gate.device)
+    block = min(1024, triton.next_power_of_2(width))
+    with torch.cuda.device_of(gate):
+        activate_kernel[(tokens, triton.cdiv(width, block))](
+            gate, up, y, width, gate.stride(0), up.stride(0), ACT=act, BLOCK=block, num_warps=4
+        )
+    return y
+
+
+def rotary_and_cache(
+    q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor | None, Tensor | None], angles: tuple[Tensor, Tensor],
+    pages: Pages, heads: Heads, eps: float,
+) -> Tensor:  # fmt: skip
+    """``step.rotary_and_cache`` in one kernel. q, k, v ``[sequences, heads * dim]``, last stride 1; returns q ``[sequences, heads, dim]``."""
+    out = torch.empty(q.shape[0], heads.query, heads.dim, dtype=q.dtype, device=q.device)
+    cos, sin = angles
+    with torch.cuda.device_of(q):
+        rotary_cache_kernel[(q.shape[0], heads.query + 2 * heads.kv)](
+            q, k, v, out, cos if norms[0] is None else norms[0], cos if norms[1] is None else norms[1], cos, sin,
+            pages.pads, pages.length, pages.table, pages.start, pages.pools, *pages.numbers(cos),
+            eps, q.stride(0), k.stride(0), v.stride(0), pages.table.stride(0),
+            HEADS=heads.query, KV_HEADS=heads.kv, DIM=heads.dim, TURN=cos.shape[1], NORM=norms[0] is not None,
+            BITS=pages.bits, GROUPS=pages.groups, ROW_BYTES=pages.row_bytes(heads.dim, q.dtype),
+            BLOCK=triton.next_power_of_2(heads.dim), num_warps=1,
+        )  # fmt: skip
+    return out

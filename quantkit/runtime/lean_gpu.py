@@ -1,0 +1,251 @@
+"""Decoding on a GPU by few kernels: a step of a recognised model that waits for nothing on the host.
+
+Eight launches a layer: norm (with the addition before it), q/k/v, rotary with the cache write, attention, o, norm, gate/up with the activation,
+down. Where the siblings are not joined (``siblings.py``), or are not packed for Triton, a few more. The residual is float32. Positions, padding
+and the addresses of pages are read from device memory, and nothing that Python does depends on them: so ``forward`` can be captured
+(``ahead.py``). The transformers definition stays what runs prompts and every other model; a recognised one is taken only after its random
+twin has given the same hidden states both ways (``lean.prove``, on the same device, in float32).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.runtime.cache import IntCodec, KVCache, LayerSpec, PlainCodec
+from quantkit.runtime.family import GELU_TANH, SILU, Block, Family, recognise
+from quantkit.runtime.kernels.reference import BlockWeight, PackedWeight
+from quantkit.runtime.kernels.step import Heads, Pages
+from quantkit.runtime.kernels.tiles import processors
+from quantkit.runtime.kernels.triton_layout import ROWS, TritonWeight
+from quantkit.runtime.lean import CLOSE, left_padding, prove
+from quantkit.runtime.linear import KERNELS, linear
+from quantkit.runtime.siblings import SiblingLinear
+
+ACTIVATIONS = {SILU: "silu", GELU_TANH: "gelu_tanh"}
+WIDEST_HEAD = {
+    torch.bfloat16: 256,
+    torch.float16: 256,
+    torch.float32: 128,
+}  # a page of keys and values in shared memory
+FIRST_POSITIONS = 2048  # angles that are made at first
+
+
+@dataclass(frozen=True)
+class State:
+    """What a step reads and writes, all on the device.
+
+    ids: int64 ``[sequences, 1]``, tokens of this step. length: int32 ``[1]``, their position. layers: one ``Pages`` each, which share pads
+    and length. space: the workspace of attention.
+    """
+
+    ids: Tensor
+    length: Tensor
+    layers: list[Pages]
+    space: Any
+
+
+def gpu_step(
+    module: Any, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[GpuStep | None, str]:
+    """The step of a model and ``""``, or None and why there is none."""
+    if find_spec("triton") is None:
+        return None, "Triton is not installed"
+    family = recognise(module)
+    if family is None:
+        return (
+            None,
+            f"the blocks of this {config.get('model_type', 'model')} are not those of the common decoder family",
+        )
+    refused = _refused(family, dtype)
+    if refused:
+        return None, refused
+    if not proved(json.dumps(dict(config), sort_keys=True), device):
+        return None, "its random twin did not give the same numbers by the short step as by the transformers definition"
+    return GpuStep(family, dtype), ""
+
+
+@lru_cache(maxsize=16)
+def proved(config: str, device: torch.device) -> bool:
+    """Whether the step is right for a config's twin: ``lean.prove`` on this device."""
+    return prove(
+        config,
+        device,
+        lambda family: None if _refused(family, torch.float32) else GpuStep(family, torch.float32),
+        CLOSE,
+    )
+
+
+def _refused(family: Family, dtype: torch.dtype) -> str:
+    """Why the kernels cannot take a family; empty if they can."""
+    most = WIDEST_HEAD[dtype]
+    if family.head_dim % 2 or family.head_dim > most:
+        return f"heads of {family.head_dim} channels are not taken (even numbers up to {most} are, in {dtype})"
+    foreign = [
+        m
+        for block in family.blocks
+        for m in block.linears.values()
+        if isinstance(getattr(m, "packed", None), BlockWeight)
+    ]
+    return "weights of a foreign block format are dequantized by code that waits for the device" if foreign else ""
+
+
+class GpuStep:
+    """``step(ids [sequences, 1], cache, mask) -> [sequences, 1, hidden]``, or None where transformers' definition must run; and
+    ``forward(state)``, the same without a look at the cache's bookkeeping, for who keeps a ``State`` himself.
+
+    dtype: of activations; the residual is float32.
+    """
+
+    def __init__(self, family: Family, dtype: torch.dtype) -> None:
+        self.family, self.dtype = family, dtype
+        self.device = family.last_norm.device
+        self.heads = Heads(family.heads, family.kv_heads, family.head_dim, family.scaling)
+        self.grown = 0  # how often the tables of angles were made: what was captured before reads freed memory
+        self._kernels = import_module("quantkit.runtime.kernels.triton_step")
+        self._attention = import_module("quantkit.runtime.kernels.triton_attention")
+        self._pairs = [pair_of(block.linears["gate_proj"], block.linears["up_proj"]) for block in family.blocks]
+        self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
+        self._positions = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, ids: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor | None:
+        batch, length = ids.shape[0], cache.length
+        if ids.shape[1] != 1 or not length or not self.reads([layer.spec for layer in cache.layers]):
+            return None
+        if any(layer.head_dim != (self.heads.dim, self.heads.dim) for layer in cache.layers):
+            return None
+        pads = left_padding(None if mask is None else mask.cpu(), batch)
+        if pads is None:
+            return None
+        self.reach(length + 1)
+        hidden = self.forward(self._state(ids, cache, torch.from_numpy(pads)))
+        for layer in cache.layers:
+            layer.advance(1)
+        return hidden
+
+    def _state(self, ids: Tensor, cache: KVCache, pads: Tensor) -> State:
+        """Of a cache as it is, with a page for the next token."""
+        for layer in cache.layers:
+            layer.reserve(cache.length + 1)
+        starts = torch.tensor([[layer.dropped] for layer in cache.layers], dtype=torch.int32).to(self.device)
+        pools = addresses(cache).to(self.device)
+        length = torch.tensor([cache.length], dtype=torch.int32).to(self.device)
+        pads = pads.to(torch.int32).to(self.device)
+        layers = [
+            pages_of(layer.spec, pads, length, layer.table, starts[i], pools[i]) for i, layer in enumerate(cache.layers)
+        ]
+        return State(ids, length, layers, self.workspace(len(ids)))
+
+    def workspace(self, sequences: int) -> Any:
+        """For that many sequences."""
+        return self._attention.Workspace(sequences, self.heads, processors(self.device), self.device)
+
+    def reads(self, specs: Sequence[LayerSpec]) -> bool:
+        """Whether the kernels read such pages: in the step's dtype as they come, or integer codes of 8 or 4 bits."""
+        return all(_readable(spec, self.dtype) for spec in specs)
+
+    def reach(self, positions: int) -> None:
+        """Have angles for that many positions."""
+        with self._lock:
+            if positions <= self._positions:
+                return
+            wanted = max(FIRST_POSITIONS, 1 << (positions - 1).bit_length())
+            kinds = {block.rotary for block in self.family.blocks}
+            self._angles = {kind: self.family.angles(kind, wanted) for kind in kinds}
+            self._positions = wanted
+            self.grown += 1
+
+    def forward(self, state: State) -> Tensor:
+        """Final hidden states ``[sequences, 1, hidden]``; keys and values are written. Waits for nothing; capturable."""
+        family, add_norm = self.family, self._kernels.add_norm
+        residual = family.embedding(state.ids)[:, 0].float().contiguous()
+        delta: Tensor | None = None
+        after: Tensor | None = None
+        for index, (block, pages) in enumerate(zip(family.blocks, state.layers, strict=True)):
+            x = add_norm(residual, delta, after, block.norm_in, family.eps, self.dtype)
+            q, k, v = columns([block.linears[name] for name in ("q_proj", "k_proj", "v_proj")], x)
+            norms = block.q_norm, block.k_norm
+            angles = self._angles[block.rotary]
+            q = self._kernels.rotary_and_cache(q, k, v, norms, angles, pages, self.heads, family.eps)
+            mixed = block.linears["o_proj"](self._attention.attend(q, pages, self.heads, state.space))
+            x = add_norm(residual, mixed, block.after_attention, block.norm_mid, family.eps, self.dtype)
+            delta, after = block.linears["down_proj"](self._inner(index, block, x)), block.after_mlp
+        hidden: Tensor = add_norm(residual, delta, after, family.last_norm, family.eps, self.dtype)
+        return hidden[:, None]
+
+    def _inner(self, index: int, block: Block, x: Tensor) -> Tensor:
+        act, pair = ACTIVATIONS[self.family.act], self._pairs[index]
+        if pair is not None:
+            from quantkit.runtime.kernels.triton_linear import linear_pair
+
+            return linear_pair(x, *pair, act)
+        gate, up = columns([block.linears["gate_proj"], block.linears["up_proj"]], x)
+        acted: Tensor = self._kernels.activated(gate, up, act)
+        return acted
+
+
+def columns(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """What linears that read one tensor give; joined ones are computed once."""
+    joined: dict[int, tuple[Tensor, ...]] = {}
+    found = []
+    for module in modules:
+        if not isinstance(module, SiblingLinear):
+            found.append(module(x))
+            continue
+        together = module.siblings
+        if id(together) not in joined:
+            kernel = KERNELS[module.kernel] if module.kernel else None
+            joined[id(together)] = linear(x, together.weight, together.bias, kernel=kernel).split(
+                together.splits, dim=-1
+            )
+        found.append(joined[id(together)][module.index])
+    return found
+
+
+def pair_of(gate: nn.Module, up: nn.Module) -> tuple[TritonWeight, Tensor | None] | None:
+    """Gate and up as one weight whose kernel applies the activation, with its bias; None where they do not lie so."""
+    if not isinstance(gate, SiblingLinear) or not isinstance(up, SiblingLinear) or gate.siblings is not up.siblings:
+        return None
+    together = gate.siblings
+    weight: PackedWeight = together.weight
+    rows = together.splits[0]
+    if type(weight) is not TritonWeight or gate.kernel is not None or (gate.index, up.index) != (0, 1):
+        return None
+    if together.splits != [rows, rows] or rows % ROWS:
+        return None
+    pair = copy.copy(weight)  # the same bricks
+    pair.pair = rows
+    return pair, together.bias
+
+
+def pages_of(spec: LayerSpec, pads: Tensor, length: Tensor, table: Tensor, start: Tensor, pools: Tensor) -> Pages:
+    """One layer for the kernels. start: int32 ``[1]``, pools: int64 ``[2]``."""
+    keys, values = spec.keys, spec.values
+    window = spec.window or 0
+    if isinstance(keys, IntCodec) and isinstance(values, IntCodec):
+        scales = keys.scale, keys.zero, values.scale, values.zero
+        return Pages(pads, length, table, start, pools, window, keys.bits, scales)
+    return Pages(pads, length, table, start, pools, window)
+
+
+def addresses(cache: KVCache) -> Tensor:
+    """int64 ``[layers, 2]``: where the pools of keys and of values begin."""
+    return torch.tensor([[layer.key_pool.data_ptr(), layer.value_pool.data_ptr()] for layer in cache.layers])
+
+
+def _readable(spec: LayerSpec, dtype: torch.dtype) -> bool:
+    keys, values = spec.keys, spec.values
+    if isinstance(keys, IntCodec) and isinstance(values, IntCodec):
+        return keys.bits == values.bits and keys.result == values.result == dtype
+    return isinstance(keys, PlainCodec) and isinstance(values, PlainCodec) and keys.dtype == values.dtype == dtype

@@ -1,0 +1,127 @@
+"""The short step of a GPU and decoding ahead of the host, on a CPU in Triton's interpreter (all but the capture); in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from step_models import greedy_logits, packed, tiny
+from triton_cases import INTERPRETED
+
+from quantkit.core.scheme import Scheme
+from quantkit.runtime.engine import Generation, run
+from quantkit.runtime.kernels.tiles import Tile
+from quantkit.runtime.sampling import GenerationOptions
+
+CPU = torch.device("cpu")
+FEW: dict[str, Any] = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+
+if not INTERPRETED:
+
+    @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_in_the_interpreter(chosen: str) -> None:
+        pytest.importorskip("triton")
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", chosen, __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+else:
+
+    @pytest.mark.parametrize(
+        ("kind", "scheme", "kv_bits"),
+        [
+            ("gemma3_text", Scheme(8, None), 8),
+            pytest.param("llama", Scheme(4, 32, False), 16, marks=pytest.mark.slow),
+            pytest.param("qwen3", None, 4, marks=pytest.mark.slow),
+        ],
+        ids=["gemma3-w8-kv8", "llama-w4", "qwen3-dense-kv4"],
+    )
+    def test_a_step_equals_the_definition(
+        kind: str, scheme: Scheme | None, kv_bits: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of the linears only the joining is seen here: as dense products, which the interpreter does in no time."""
+        from quantkit.runtime.family import recognise
+        from quantkit.runtime.lean_gpu import GpuStep
+
+        monkeypatch.setattr("quantkit.runtime.kernels.triton_linear.choose_tile", lambda *given: Tile("dequantize"))
+        model = packed(tiny(kind, kv_bits), scheme)
+        family = recognise(model.module)
+        assert family is not None
+        step = GpuStep(family, torch.float32)
+        assert all((pair is not None) == (scheme is not None) for pair in step._pairs)
+        ids = torch.randint(3, 90, (2, 66), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        expected = greedy_logits(model, ids, 64, mask)
+        model.__dict__["lean"] = step
+        torch.testing.assert_close(greedy_logits(model, ids, 64, mask), expected, rtol=1e-3, atol=1e-4)
+
+    def test_the_step_is_proved_on_the_twin_and_refused_by_name() -> None:
+        from quantkit.runtime.lean_gpu import gpu_step
+
+        model = tiny("llama", **FEW)
+        step, why = gpu_step(model.module, model.config, torch.float32, CPU)
+        assert step is not None
+        assert why == ""
+        opt = tiny("opt", ffn_dim=128)
+        step, why = gpu_step(opt.module, opt.config, torch.float32, CPU)
+        assert step is None
+        assert "this opt are not those" in why
+
+    def answers(model: Any, options: list[GenerationOptions], end: int) -> dict[int, Generation]:
+        prompts = [[5, 6, 7] * 4, [1] * 62, [9, 8]][: len(options)]
+        pieces = run(model, prompts, options, end_tokens=(end,), context=model.context)
+        return {piece.row: piece.done for piece in pieces if piece.done is not None}
+
+    def test_a_batch_ahead_of_the_host_gives_what_single_steps_give() -> None:
+        """Sequences of their own lengths, sampled and greedy; two leave early, so that the last goes on in a smaller slot."""
+        from quantkit.runtime.family import recognise
+        from quantkit.runtime.lean_gpu import GpuStep
+
+        model = tiny("mistral", sliding_window=66, **FEW)
+        drawn = GenerationOptions(max_tokens=7, temperature=0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.3)
+        options = [GenerationOptions(max_tokens=4), GenerationOptions(max_tokens=3, temperature=1.0, min_p=0.01), drawn]
+        end = answers(model, [GenerationOptions(max_tokens=4)], -1)[0].tokens[
+            2
+        ]  # the first answer ends one token early
+        expected = answers(model, options, end)
+        assert expected[0].finish_reason == "stop"
+        family = recognise(model.module)
+        assert family is not None
+        model.__dict__["loop"] = loop = model.ahead(GpuStep(family, torch.float32), capture=False)
+        for _ in range(2):  # the second batch finds slots that were used
+            found = answers(model, options, end)
+            for row, wanted in expected.items():
+                assert found[row].tokens == wanted.tokens
+                assert (found[row].finish_reason, found[row].kv_cache_bytes) == (
+                    wanted.finish_reason,
+                    wanted.kv_cache_bytes,
+                )
+        assert sorted(loop._slots) == [1, 4]
+        assert not loop.guard.locked()
+
+    def test_a_second_batch_meanwhile_runs_step_by_step() -> None:
+        from quantkit.runtime.family import recognise
+        from quantkit.runtime.lean_gpu import GpuStep
+
+        model = tiny("llama", **FEW)
+        family = recognise(model.module)
+        assert family is not None
+        options = GenerationOptions(max_tokens=4)
+        expected = answers(model, [options], -1)[0].tokens
+        model.__dict__["loop"] = loop = model.ahead(GpuStep(family, torch.float32), capture=False)
+        first = run(model, [[5, 6, 7] * 4], [options], end_tokens=(), context=None)
+        next(first)
+        assert loop.guard.locked()
+        assert answers(model, [options], -1)[0].tokens == expected
+        assert [piece.done for piece in first if piece.done][-1].tokens == expected
+        assert not loop.guard.locked()
+        unfinished = run(model, [[5, 6, 7] * 4], [options], end_tokens=(), context=None)
+        next(unfinished)
+        unfinished.close()
+        assert not loop.guard.locked()

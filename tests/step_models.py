@@ -1,0 +1,90 @@
+"""Tiny models of the common family with packed, joined linears, and their steps: for decoding (tests/contract, tests/gpu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from architectures import tiny_model
+from torch import Tensor
+
+from quantkit.algorithms.kv import KVObserver
+from quantkit.core import affine
+from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.runtime.attention import attention_modules, transformers_cache
+from quantkit.runtime.kernels.triton_layout import TritonWeight
+from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.model import Model
+from quantkit.runtime.siblings import join_siblings
+
+
+class Words:
+    """Stands for a tokenizer: a token is its number."""
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def tiny(
+    kind: str, kv_bits: int = 16, device: str = "cpu", dtype: torch.dtype = torch.float32, graphs: bool = False, **changes: Any
+) -> Model:  # fmt: skip
+    """Few layers, 64 wide, on a device; decoded by the definition unless ``graphs``."""
+    layers = 3 if kind == "gemma3_text" else 2
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 256,
+        **changes,
+    }
+    module: Any = tiny_model(kind, **sizes).eval().to(torch.float32)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        if parameter.dim() > 1:  # the usual initialisation gives logits that are nearly equal
+            torch.nn.init.normal_(parameter, std=0.15, generator=torch.Generator().manual_seed(parameter.numel()))
+    scales = None if kv_bits == 16 else calibrated(module, kv_bits, device)
+    module = module.to(device, dtype)
+    return Model(
+        module, module.config.to_dict(), device=torch.device(device), dtype=dtype, read_tokenizer=Words, kv_scheme=KVScheme(kv_bits),
+        kv_scales=scales, lean=graphs, graphs=graphs,
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def calibrated(module: Any, bits: int, device: str) -> KVScales:
+    ids = torch.randint(3, 90, (2, 60), generator=torch.Generator().manual_seed(5))
+    cache = module.base_model(input_ids=ids, use_cache=True).past_key_values
+    layers: dict[str, LayerScales] = {}
+    for index, name in attention_modules(module).items():
+        observer = KVObserver()
+        observer.add(cache.layers[index].keys, cache.layers[index].values)
+        layers[name] = observer.result(KVScheme(bits))
+    return KVScales(KVScheme(bits), layers)
+
+
+def packed(model: Model, scheme: Scheme | None) -> Model:
+    """The linears of the blocks as bricks, siblings joined; None leaves them dense."""
+    if scheme is None:
+        return model
+    for name, layer in list(model.module.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and "layers." in name:
+            weight = layer.weight.float().cpu()
+            scales, zeros = affine.minmax_params(weight, scheme)
+            q = QuantTensor(affine.quantize(weight, scales, zeros, scheme), scales, zeros, scheme)
+            owner, _, local = name.rpartition(".")
+            replaced = QuantLinear(TritonWeight(q, model.device), layer.bias)
+            setattr(model.module.get_submodule(owner), local, replaced)
+    join_siblings(model.module, model.device)
+    return model
+
+
+@torch.inference_mode()
+def greedy_logits(model: Model, ids: Tensor, prompt: int, mask: Tensor | None = None) -> Tensor:
+    """Logits of every token after the prompt, one step each."""
+    seam = transformers_cache(model.new_cache(8))
+    masks = [None if mask is None else mask[:, : last + 1] for last in range(ids.shape[1])]
+    model.step(ids[:, :prompt], seam, masks[prompt - 1])
+    steps = [model.step(ids[:, i : i + 1], seam, masks[i]) for i in range(prompt, ids.shape[1])]
+    return model.head(torch.cat(steps, dim=1))
