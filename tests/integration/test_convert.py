@@ -134,9 +134,13 @@ def test_transformers_loads_it_with_its_compressed_tensors_library(
 
 
 def test_plain_transformers_refuses_native_instead_of_running_random_weights(
-    tiny_original: Path, calibration_text: Path, tmp_path: Path
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
+    from transformers.quantizers import auto
+
+    for known in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+        monkeypatch.delitem(known, "quantkit", raising=False)  # some test or doctest has imported quantkit.hf
 
     convert(tiny_original, tmp_path / "out", calibration_text, format="native", method="rtn")
     with pytest.raises(OSError, match="safetensors"):

@@ -6,7 +6,6 @@ import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,10 @@ IDS = torch.tensor([[5, 9, 130, 77, 201, 14, 8, 300]])
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """Undone afterwards: other tests hold that plain transformers refuses the format."""
-    from transformers.quantizers import auto
-
+def registered() -> None:
     import quantkit.hf
 
     quantkit.hf.register()
-    yield
-    auto.AUTO_QUANTIZER_MAPPING.pop("quantkit")
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop("quantkit")
 
 
 def convert(source: Path, out: Path, **options: Any) -> Path:
