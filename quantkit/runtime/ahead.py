@@ -242,7 +242,10 @@ class Run:
         return self._base + self._read - 1
 
     def cached_bytes(self) -> int:
-        return self.cache.nbytes(self.length)
+        every = (
+            self.cache.nbytes(self.length) // self.cache.layers[0].batch
+        )  # pages of those that left stay until the slot shrinks
+        return every * len(self._rows)
 
     def next(self) -> list[int]:
         """The next token of every sequence."""

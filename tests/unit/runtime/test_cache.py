@@ -7,7 +7,7 @@ import torch
 
 from quantkit.core.kvscheme import KVScheme, LayerScales, kv_dequantize, kv_quantize
 from quantkit.errors import RequestError
-from quantkit.runtime.cache import IntCodec, KVCache, PagedLayer, layer_spec
+from quantkit.runtime.cache import IntCodec, KVCache, LayerSpec, PagedLayer, PlainCodec, layer_spec
 
 CPU = torch.device("cpu")
 
@@ -101,3 +101,36 @@ def test_select_keeps_sequences_and_frees_the_pages_of_the_others() -> None:
 def test_a_quantized_layer_without_scales_is_refused() -> None:
     with pytest.raises(RequestError, match="calibrated"):
         layer_spec(None, 4, torch.float32, CPU, None)
+
+
+@pytest.mark.parametrize("window", [None, 1, 64, 65, 70, 200])
+@pytest.mark.parametrize("stops", [(1, 2), (100, 101), (130, 400), (255, 256, 600)], ids=str)
+def test_leased_pages_hold_what_single_steps_would(window: int | None, stops: tuple[int, ...]) -> None:
+    """A kernel that writes through the lease leaves the cache as appending does: what is read, and how many pages are held."""
+    spec = LayerSpec(PlainCodec(torch.float32), PlainCodec(torch.float32), window)
+    known, leased = PagedLayer(spec, 0), PagedLayer(spec, 0)
+    tokens = (
+        torch.arange(700.0)[None, None, :, None].expand(2, 1, 700, 2) + torch.tensor([0.0, 1000.0])[:, None, None, None]
+    )
+    for layer in (known, leased):
+        layer.append(tokens[:, :, : stops[0]], -tokens[:, :, : stops[0]])
+        layer.trim()
+    for stop in stops[1:]:
+        for at in range(known.length, stop):
+            known.append(tokens[:, :, at : at + 1], -tokens[:, :, at : at + 1])
+            known.trim()
+        table = leased.lease(stop + 90)  # more than is needed
+        for at in range(leased.length, stop):
+            page = table[:, at // 64 - leased.dropped]
+            leased.key_pool[page, :, at % 64] = tokens[:, :, at]
+            leased.value_pool[page, :, at % 64] = -tokens[:, :, at]
+        assert leased.nbytes(stop) == known.nbytes()
+        leased.settle(stop)
+        assert (leased.length, leased.dropped) == (known.length, known.dropped)
+        assert leased.nbytes() == known.nbytes()
+        for found, expected in zip(leased.read(), known.read(), strict=True):
+            assert torch.equal(found, expected)
+        held = leased.table.flatten().tolist() + leased._free
+        assert sorted(held) == list(range(len(leased.key_pool)))  # every page is in use once, or free
+    leased.select(torch.tensor([1]))
+    assert torch.equal(leased.read()[0], known.read()[0][1:])
