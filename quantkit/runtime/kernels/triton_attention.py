@@ -196,7 +196,7 @@ def attend(q: Tensor, pages: Pages, heads: Heads, space: Workspace) -> Tensor:
     wide = max(16, triton.next_power_of_2(-(-heads.dim // 2) if pages.bits == 4 else heads.dim))
     exact = "ieee" if INTERPRETED else ("tf32x3" if q.dtype == torch.float32 else "")
     row = heads.dim if pages.bits != 4 else -(-heads.dim // 2)
-    warps, stages = shape_of_launch(pages.bits, heads.dim, q.dtype)
+    warps, stages = shape_of_launch(heads.dim, q.dtype)
     with torch.cuda.device_of(q):
         attention_kernel[(q.shape[0] * heads.kv, space.parts)](
             q, y, pages.pads, pages.length, pages.table, pages.start, pages.pools, *pages.numbers(space.sums),
@@ -208,10 +208,8 @@ def attend(q: Tensor, pages: Pages, heads: Heads, space: Workspace) -> Tensor:
     return y.view(q.shape[0], -1)
 
 
-def shape_of_launch(bits: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
+def shape_of_launch(dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """Warps and stages that compile without spills for sm_80 and sm_90 (float32 with 4 bits excepted); not yet measured."""
     if dtype == torch.float32:
         return 8, 1
-    if dim <= 64 or (bits == 4 and dim <= 128):
-        return 4, 1 if bits == 4 else 2
-    return 8, 2
+    return (4 if dim <= 128 else 8), 2

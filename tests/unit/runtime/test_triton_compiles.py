@@ -18,7 +18,10 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 triton = pytest.importorskip("triton")
 
 POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "work": "*fp32", "lock": "*i32", "index": "*i64",
-            "codes": "*i8", "weights": "*i8", "x_scales": "*fp32", "w_scales": "*fp16"}  # fmt: skip
+            "codes": "*i8", "weights": "*i8", "x_scales": "*fp32", "w_scales": "*fp16", "eps": "fp32", "scaling": "fp32",
+            **dict.fromkeys(("pads", "length", "start"), "*i32"), **dict.fromkeys(("table", "pools"), "*i64"),
+            **dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero", "sums", "residual", "after", "weight"), "*fp32"),
+            **dict.fromkeys(("q_norm", "k_norm", "cos", "sin"), "*fp32")}  # fmt: skip
 ALIGNED = (
     "codes",
     "weights",
@@ -34,6 +37,23 @@ ALIGNED = (
     "stride_x",
     "stride_y",
     "stride_out",
+    "q",
+    "k",
+    "v",
+    "delta",
+    "residual",
+    "weight",
+    "gate",
+    "up",
+    "pads",
+    "length",
+    "table",
+    "pools",
+    "sums",
+    "k_scale",
+    "k_zero",
+    "v_scale",
+    "v_zero",
 )
 LAYOUT = {"HELD": 4, "WIDTH": 64, "GROUP": 128, "RECORD": 192, "ASYM": True, "EVEN": True, "TABLE": 0}
 FUSED = {**LAYOUT, "FLUSH": 2, "BIAS": False, "PAIR": 0, "ACT": "", "SPLIT": True, "STAGES": 3}
@@ -47,7 +67,7 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    kinds = {**POINTERS, **dict.fromkeys(("x", "y", "bias", "out"), f"*{dtype}")}
+    kinds = {**POINTERS, **dict.fromkeys(("x", "y", "bias", "out", "q", "k", "v", "delta", "gate", "up"), f"*{dtype}")}
     if constants.get("TABLE"):
         kinds["scales"] = "*fp32"
     if constants.get("HELD") == 8:
@@ -247,3 +267,54 @@ def test_a_block_of_gptq_columns_stays_in_registers(arch: int) -> None:
     assert "shfl" not in ptx  # a lane finds its row's column in its own registers
     assert "div.rn.f32" in ptx  # as the CPU divides
     assert not re.search(r"fma\.rn\.f32", ptx)  # as the CPU multiplies and subtracts
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+def test_norms_and_activations_of_a_step_stay_in_registers(arch: int) -> None:
+    from quantkit.runtime.kernels.triton_step import activate_kernel, add_norm_kernel, warps_for
+
+    for width in (4096, 8192):
+        norm = {"DELTA": True, "AFTER": True, "BLOCK": width}
+        check(compiled(add_norm_kernel, norm, arch, warps_for(width)), arch)
+    check(compiled(activate_kernel, {"ACT": "silu", "BLOCK": 1024}, arch, 4), arch)
+
+
+HEADS = {"HEADS": 32, "KV_HEADS": 8}
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("bits", [16, pytest.param(8, marks=pytest.mark.slow), 4])
+def test_rotary_and_the_cache_write_stay_in_registers(bits: int, arch: int) -> None:
+    from quantkit.runtime.kernels.triton_step import rotary_cache_kernel
+
+    for dim in (64, 128, 256):
+        more = {"DIM": dim, "TURN": dim, "NORM": True, "BITS": bits, "GROUPS": max(1, dim // 64), "BLOCK": dim}
+        check(compiled(rotary_cache_kernel, {**HEADS, **more, "ROW_BYTES": dim * bits // 8}, arch, 1), arch)
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize(
+    ("dim", "bits", "dtype"),
+    [
+        (128, 16, "bf16"), (128, 4, "bf16"),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (
+            (64, 16, "bf16"), (64, 8, "bf16"), (64, 4, "bf16"), (128, 8, "bf16"), (256, 16, "bf16"), (256, 8, "bf16"),
+            (256, 4, "bf16"), (128, 16, "fp16"), (64, 16, "fp32"), (128, 16, "fp32"), (128, 8, "fp32"),
+        )),
+    ],
+)  # fmt: skip
+def test_attention_over_pages_compiles_without_spills(dim: int, bits: int, dtype: str, arch: int) -> None:
+    import torch
+
+    from quantkit.runtime.kernels.triton_attention import attention_kernel, shape_of_launch
+
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    warps, stages = shape_of_launch(dim, torch_dtype)
+    wide = dim // 2 if bits == 4 else dim
+    constants = {
+        **HEADS, "DIM": dim, "BLOCK_G": 16, "WIDE": wide, "BITS": bits, "GROUPS": max(1, dim // 64), "ROW": wide, "PARTS": 32,
+        "PRECISION": "tf32x3" if dtype == "fp32" else "", "STAGES": stages,
+    }  # fmt: skip
+    result = compiled(attention_kernel, constants, arch, warps, dtype)
+    check(result, arch)
+    assert re.search(r"mma[.\w]*\.m16n8k", result["asm"]["ptx"])  # a key head's queries on matrix units
