@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# The first ten minutes on a machine with a CUDA GPU: are the kernels right, what do they reach, what should be tuned.
-#     bash eval/kernels/first_call.sh FOLDER_FOR_RESULTS
+# The first twenty minutes on a machine with a CUDA GPU: are the kernels right, what do they reach, what should be tuned.
+#     bash eval/kernels/first_call.sh FOLDER_FOR_RESULTS [right | fast]
+# Each half stays below ten minutes.
 # Every step has its own limit, writes its log at once, and does not stop the next one.
 set -u
 out=${1:?a folder for results}
+part=${2:-all}
 mkdir -p "$out"
 export PYTHONPATH=. PYTHONUNBUFFERED=1 QUANTKIT_CACHE=${QUANTKIT_CACHE:-$out/cache}
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$out/gpu.txt"
 
+if [ "$part" != fast ]; then
 # 1. right or wrong (the compiler's work is most of the time)
 timeout 170 python3 -m pytest -m gpu -W default -x -q tests/gpu/test_triton_linear.py >"$out/tests.log" 2>&1
 tail -n 15 "$out/tests.log"
@@ -15,11 +18,20 @@ timeout 60 python3 -m pytest -m "gpu and not real" -W default -q tests/gpu/test_
 tail -n 5 "$out/generate.log"
 timeout 90 python3 -m pytest -m "gpu and not real" -W default -q tests/gpu/test_convert.py >"$out/convert.log" 2>&1
 tail -n 5 "$out/convert.log"
+timeout 200 python3 -m pytest -m "gpu and not real" -W default -q tests/gpu/test_decode.py >"$out/decode.log" 2>&1
+tail -n 15 "$out/decode.log"
+fi
+
+if [ "$part" != right ]; then
 
 # 2. tuned tiles where the targets lie: a large square, a small one, and what one token costs everywhere
 timeout 200 python3 eval/kernels/gpu_linear.py --tune --seconds 180 --layers "70B o" "8B o" \
   --tokens 1 2 8 16 32 64 128 512 --out "$out/tuned.json" --tiles "$out/tiles.json" 2>&1 | tail -n 20
 
-# 3. all shapes with derived or tuned tiles, beside torch's bf16 and int4
+# 3. the whole step: int4 against our own bf16 path, one stream, with the tiles that were found
+timeout 220 python3 eval/kernels/gpu_decode.py --seconds 170 --out "$out/decode.json" 2>&1 | tail -n 12
+
+# 4. all shapes with derived or tuned tiles, beside torch's bf16 and int4
 timeout 150 python3 eval/kernels/gpu_linear.py --seconds 130 --out "$out/measured.json" 2>&1 | tail -n 40
+fi
 rm -rf "$out/cache"

@@ -49,7 +49,7 @@ class Mailbox:
         place = number % (LAG + 2)
         self._places[place].copy_(tokens, non_blocking=True)
         if self._cuda:
-            self._done[place].record()
+            self._done[place].record(torch.cuda.current_stream(tokens.device))
 
     def get(self, number: int) -> list[int]:
         place = number % (LAG + 2)
@@ -97,7 +97,8 @@ class Slot:
         graph = self.graphs.get(mode)
         if graph is None:
             self.run(mode)
-        else:
+            return
+        with torch.cuda.device_of(self.pads):  # a graph runs on the stream of the device that is current
             graph.replay()
 
     def fill(

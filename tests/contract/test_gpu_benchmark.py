@@ -42,3 +42,22 @@ def test_the_committed_prediction_is_what_the_script_computes(tmp_path: Path) ->
     out = tmp_path / "predicted.json"
     subprocess.run([sys.executable, KERNELS / "predict.py", "--out", out], check=True, capture_output=True)
     assert json.loads(out.read_text()) == json.loads((RESULTS / "gpu_predicted.json").read_text())
+
+
+@pytest.mark.slow
+def test_the_decode_benchmark_is_rehearsed(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "out.json"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "QUANTKIT_CACHE": str(tmp_path)}
+    command = [sys.executable, KERNELS / "gpu_decode.py", "--rehearse", "--out", out, "--prompt", "3", "--tokens", "3"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads(out.read_text())
+    assert stored["failed"] == []
+    assert [(row["weights"], row["decoding"]) for row in stored["rows"]] == [
+        ("int4", "graph"),
+        ("bf16", "graph"),
+        ("int4", "lean"),
+    ]
+    assert stored["rows"][0]["bytes_per_step"] < stored["rows"][1]["bytes_per_step"] / 2
+    assert all(row["tokens_per_second"] > 0 for row in stored["rows"])

@@ -64,6 +64,7 @@ def test_a_grid_gives_one_row_for_each_cell(
         (("--kernel", "warp"), "kernel='warp'"),
         (("--kernel", "reference", "--keep-dense"), "keep_dense serves packed"),
         (("--head-bits", "3"), "head_bits=3"),
+        (("--device", "cpu", "--no-graphs"), "only a GPU captures graphs"),
         (("--kv-bits", "4"), "no KV scales"),
         (("--prompt", "250", "--new-tokens", "32"), "context of 256"),
     ],

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 
 POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "work": "*fp32", "lock": "*i32", "index": "*i64",
             "codes": "*i8", "weights": "*i8", "x_scales": "*fp32", "w_scales": "*fp16", "eps": "fp32", "scaling": "fp32",
-            **dict.fromkeys(("pads", "length", "start"), "*i32"), **dict.fromkeys(("table", "pools"), "*i64"),
+            **dict.fromkeys(("pads", "length"), "*i32"), **dict.fromkeys(("table", "pools"), "*i64"),
             **dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero", "sums", "residual", "after", "weight"), "*fp32"),
             **dict.fromkeys(("q_norm", "k_norm", "cos", "sin"), "*fp32")}  # fmt: skip
 ALIGNED = (
@@ -74,6 +74,8 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
         kinds.update(words="*i8", zeros="*i16")
     if "BLOCK_C" in constants:
         kinds = GPTQ
+    if "pools" in names:
+        kinds["start"] = "*i32"
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(
         fn=kernel,

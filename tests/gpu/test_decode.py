@@ -1,0 +1,215 @@
+"""Decoding on a real device: the kernels of a step, and captured steps against single ones and against the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from step_cases import noise, pages_of
+from step_models import greedy_logits, packed, tiny
+
+from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.runtime.engine import Generation, run
+from quantkit.runtime.kernels import step
+from quantkit.runtime.kernels.step import Heads
+from quantkit.runtime.linear import QuantLinear, pack
+from quantkit.runtime.load import load
+from quantkit.runtime.sampling import GenerationOptions
+from quantkit.runtime.siblings import join_siblings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CLOSE = {
+    torch.float32: dict(rtol=1e-4, atol=1e-4),
+    torch.bfloat16: dict(rtol=2.0**-6, atol=2.0**-5),
+    torch.float16: dict(rtol=2.0**-9, atol=2.0**-7),
+}
+
+
+BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+CASES = [
+    (128, 16, BF16),
+    (128, 8, BF16),
+    (128, 4, BF16),
+    (16, 16, F32),
+    (64, 4, F32),
+    (128, 16, F32),
+    (96, 8, FP16),
+    (256, 16, BF16),
+]
+
+
+@pytest.mark.parametrize(("dim", "bits", "dtype"), CASES)
+@pytest.mark.parametrize(("length", "window", "start"), [(0, 0, 0), (1000, 0, 0), (1000, 300, 9)])
+def test_attention_equals_its_definition(length: int, window: int, start: int, dim: int, bits: int, dtype: Any) -> None:
+    from quantkit.runtime.kernels.triton_attention import Workspace, attend
+
+    heads = Heads(8, 2, dim, dim**-0.5)
+    pages, pools = pages_of([0, min(length, 790)], length, heads, dtype, "cuda", window=window, bits=bits, start=start)
+    q = noise(2, 8, dim, seed=1).to("cuda", dtype)
+    space = Workspace(2, heads, 132, q.device)
+    found = attend(q, pages, heads, space)
+    torch.testing.assert_close(found, step.attend(q, pages, heads, pools), **CLOSE[dtype])
+    for _ in range(20):
+        assert torch.equal(attend(q, pages, heads, space), found)  # whichever part comes last
+    assert not bool(space.lock.any())
+
+
+@pytest.mark.parametrize(
+    ("dim", "width", "norm", "bits", "dtype"),
+    [(128, 128, True, 16, BF16), (128, 128, True, 4, BF16), (96, 48, False, 8, F32), (96, 48, False, 16, FP16)],
+)
+def test_rotary_and_the_cache_write_equal_their_definition(
+    dim: int, width: int, norm: bool, bits: int, dtype: Any
+) -> None:
+    from quantkit.runtime.kernels.triton_step import rotary_and_cache
+
+    heads = Heads(4, 2, dim, 1.0)
+    q, k, v = (noise(3, count * dim, seed=seed).to("cuda", dtype) for count, seed in ((4, 1), (2, 2), (2, 3)))
+    norms = (noise(dim, seed=4).cuda(), noise(dim, seed=5).cuda()) if norm else (None, None)
+    angles = noise(150, width, seed=6).cuda(), noise(150, width, seed=7).cuda()
+    pages, pools = pages_of([0, 9, 77], 130, heads, dtype, "cuda", bits=bits, start=1)
+    written = tuple(pool.clone() for pool in pools)
+    expected = step.rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5, written)
+    found = rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5)
+    torch.testing.assert_close(found, expected, **CLOSE[dtype])
+    for pool, wanted in zip(pools, written, strict=True):
+        if bits == 16:
+            torch.testing.assert_close(pool, wanted, **CLOSE[dtype])
+        else:  # a product fused elsewhere may turn a half: codes differ by one there, and nowhere else
+            assert float((pool != wanted).float().mean()) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
+def test_norms_and_activations_equal_their_definitions(dtype: Any) -> None:
+    from quantkit.runtime.kernels.triton_step import activated, add_norm
+
+    residual, delta = noise(3, 4096).cuda(), noise(3, 4096, seed=1).to("cuda", dtype)
+    after, weight = noise(4096, seed=2).cuda(), noise(4096, seed=3).cuda()
+    copy = residual.clone()
+    expected = step.add_norm(copy, delta, after, weight, 1e-5, dtype)
+    torch.testing.assert_close(add_norm(residual, delta, after, weight, 1e-5, dtype), expected, **CLOSE[dtype])
+    torch.testing.assert_close(residual, copy, rtol=1e-4, atol=1e-4)
+    for act in ("silu", "gelu_tanh"):
+        torch.testing.assert_close(
+            activated(delta, delta.flip(0), act), step.activated(delta, delta.flip(0), act), **CLOSE[dtype]
+        )
+
+
+PROMPTS = [[5, 6, 7] * 4, [1] * 62, [9, 8]]
+OPTIONS = [
+    GenerationOptions(max_tokens=40),
+    GenerationOptions(max_tokens=9, temperature=1.0, min_p=0.01),
+    GenerationOptions(max_tokens=90, temperature=0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.3),
+]
+
+
+def answers(model: Any, options: list[GenerationOptions]) -> dict[int, Generation]:
+    pieces = run(model, PROMPTS[: len(options)], options, end_tokens=(), context=model.context)
+    return {piece.row: piece.done for piece in pieces if piece.done is not None}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_captured_steps_answer_as_the_cpu_does(kind: str, kv_bits: int) -> None:
+    """float32, greedy and sampled with the same seeds, sequences that leave the batch."""
+    sizes = {"head_dim": 16} if kind in ("qwen3", "gemma3_text") else {}
+    cpu = packed(tiny(kind, kv_bits, **sizes), Scheme(4, 32, False))
+    gpu = packed(tiny(kind, kv_bits, "cuda", graphs=True, **sizes), Scheme(4, 32, False))
+    assert gpu.decoding == "graph"
+    for options in (OPTIONS[:1], OPTIONS):
+        expected = answers(cpu, options)
+        for _ in range(2):
+            assert {row: done.tokens for row, done in answers(gpu, options).items()} == {
+                row: done.tokens for row, done in expected.items()
+            }
+    assert gpu.loop.broken == ""
+    assert all(slot.graphs for slot in gpu.loop._slots.values())
+
+
+def test_bf16_logits_stay_near_those_of_float32() -> None:
+    ids = torch.randint(3, 90, (2, 150), generator=torch.Generator().manual_seed(1))
+    expected = greedy_logits(packed(tiny("llama"), Scheme(4, 32, False)), ids, 100).log_softmax(-1)
+    model = packed(tiny("llama", device="cuda", dtype=torch.bfloat16, graphs=True), Scheme(4, 32, False))
+    assert model.lean is not None
+    found = greedy_logits(model, ids.cuda(), 100).float().cpu().log_softmax(-1)
+    assert float((expected.exp() * (expected - found)).sum(-1).max()) < 0.02
+
+
+def test_w8a8_and_dense_linears_are_captured_too() -> None:
+    for scheme in (Scheme(8, None, activations="int8"), None):
+        models = [tiny("llama", device="cuda", graphs=graphs) for graphs in (False, True)]
+        for model in models:
+            requantize(model, scheme)
+        assert models[1].decoding == "graph"
+        first, second = (answers(model, OPTIONS[:1])[0].tokens for model in models)
+        assert first == second
+
+
+def requantize(model: Any, scheme: Scheme | None) -> None:
+    for name, layer in list(model.module.named_modules()):
+        if scheme is not None and isinstance(layer, torch.nn.Linear) and "layers." in name:
+            weight = layer.weight.float().cpu()
+            scales, zeros = affine.minmax_params(weight, scheme)
+            q = QuantTensor(affine.quantize(weight, scales, zeros, scheme), scales, zeros, scheme)
+            owner, _, local = name.rpartition(".")
+            setattr(model.module.get_submodule(owner), local, QuantLinear(pack(q, device=model.device), layer.bias))
+    join_siblings(model.module, model.device)
+
+
+@torch.inference_mode()
+def test_a_step_waits_for_nothing() -> None:
+    """Neither captured nor launched; and reading tokens late is no synchronisation of the device."""
+    model = packed(tiny("llama", device="cuda", graphs=True), Scheme(4, 32, False))
+    pieces = run(model, [PROMPTS[0]], [OPTIONS[2]], end_tokens=(), context=None)
+    for _ in range(3):
+        next(pieces)
+    (slot,) = model.loop._slots.values()
+    (mode,) = slot.graphs
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        slot.run(mode)
+        slot.replay(mode)
+        for _ in range(20):
+            next(pieces)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    pieces.close()
+
+
+def test_without_graphs_and_without_a_short_step_the_tokens_are_the_same() -> None:
+    expected = answers(tiny("llama", device="cuda"), OPTIONS[:1])[0].tokens
+    model = tiny("llama", device="cuda", graphs=True)
+    model._may_capture = False
+    assert model.decoding == "lean"
+    assert answers(model, OPTIONS[:1])[0].tokens == expected
+    with pytest.warns(UserWarning, match="this gemma2 are not those of the common decoder family"):
+        assert tiny("gemma2", device="cuda", graphs=True).decoding == "definition"
+
+
+def test_what_cannot_be_captured_is_said_and_runs_launch_by_launch() -> None:
+    model = tiny("llama", device="cuda", graphs=True)
+    expected = answers(tiny("llama", device="cuda"), OPTIONS[:1])[0].tokens
+    loop = model.loop
+    head = loop.head
+    loop.head = lambda hidden: head(hidden) * float(hidden.isfinite().any().cpu() | True)  # waits for the device
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        assert answers(model, OPTIONS[:1])[0].tokens == expected
+    assert model.decoding == "lean"
+
+
+@pytest.mark.real
+def test_two_hundred_captured_tokens_of_a_real_model_equal_those_of_the_cpu(smollm2: Path) -> None:
+    texts = []
+    for device in ("cpu", "cuda"):
+        model = load(smollm2, device=device, dtype="float32")
+        requantize(model, Scheme(4, 64, False))
+        texts.append(model.generate("The history of the river begins", max_tokens=200, ignore_eos=True).tokens)
+    assert model.decoding == "graph"
+    assert texts[0] == texts[1]
