@@ -89,7 +89,8 @@ class Slot:
 
     def take(self, logits: Tensor, mode: Mode) -> None:
         """Choose from logits ``[rows, vocab]``, for the next step to read."""
-        tokens = self.choices.choose(logits, self.uniform.index_select(1, self.chosen)[:, 0], mode)
+        uniform = self.uniform.index_select(1, self.chosen)[:, 0] if mode.draws else self.uniform[:, 0]
+        tokens = self.choices.choose(logits, uniform, mode)
         self.state.ids.copy_(tokens[:, None])
         self.chosen.add_(1)
 
@@ -254,7 +255,7 @@ class Run:
         if smaller and self._launched == self._read:
             self._shrink()
             smaller = False
-        while not smaller and self._launched - self._read <= LAG and self._base + self._launched <= self.until:
+        while not smaller and self._launched - self._read <= LAG and self._base + self._launched < self.until:
             self.slot.replay(self.mode)
             self._post()
         tokens = self.slot.mailbox.get(self._read)

@@ -38,6 +38,7 @@ WIDEST_HEAD = {
     torch.float16: 256,
     torch.float32: 128,
 }  # a page of keys and values in shared memory
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FIRST_POSITIONS = 2048  # angles that are made at first
 
 
@@ -114,6 +115,9 @@ class GpuStep:
         self.grown = 0  # how often the tables of angles were made: what was captured before reads freed memory
         self._kernels = import_module("quantkit.runtime.kernels.triton_step")
         self._attention = import_module("quantkit.runtime.kernels.triton_attention")
+        self._dense = [
+            [join_dense([block.linears[name] for name in names]) for names in (QKV, GATE_UP)] for block in family.blocks
+        ]
         self._pairs = [pair_of(block.linears["gate_proj"], block.linears["up_proj"]) for block in family.blocks]
         self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
         self._positions = 0
@@ -174,7 +178,7 @@ class GpuStep:
         after: Tensor | None = None
         for index, (block, pages) in enumerate(zip(family.blocks, state.layers, strict=True)):
             x = add_norm(residual, delta, after, block.norm_in, family.eps, self.dtype)
-            q, k, v = columns([block.linears[name] for name in ("q_proj", "k_proj", "v_proj")], x)
+            q, k, v = columns([block.linears[name] for name in QKV], x, self._dense[index][0])
             norms = block.q_norm, block.k_norm
             angles = self._angles[block.rotary]
             q = self._kernels.rotary_and_cache(q, k, v, norms, angles, pages, self.heads, family.eps)
@@ -190,13 +194,28 @@ class GpuStep:
             from quantkit.runtime.kernels.triton_linear import linear_pair
 
             return linear_pair(x, *pair, act)
-        gate, up = columns([block.linears["gate_proj"], block.linears["up_proj"]], x)
+        gate, up = columns([block.linears[name] for name in GATE_UP], x, self._dense[index][1])
         acted: Tensor = self._kernels.activated(gate, up, act)
         return acted
 
 
-def columns(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """What linears that read one tensor give; joined ones are computed once."""
+def join_dense(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of plain linears one above the other, of which the modules' own become views: no memory is added. None for any others."""
+    if any(type(m) is not nn.Linear for m in modules) or len({(m.bias is None, m.weight.dtype) for m in modules}) > 1:
+        return None
+    parts = []
+    for name in ("weight",) if modules[0].bias is None else ("weight", "bias"):
+        whole = torch.cat([getattr(m, name).detach() for m in modules])
+        for m, part in zip(modules, whole.split([m.out_features for m in modules]), strict=True):
+            m._parameters[name] = nn.Parameter(part, requires_grad=False)
+        parts.append(whole)
+    return parts[0], parts[1] if len(parts) > 1 else None
+
+
+def columns(modules: Sequence[Any], x: Tensor, dense: tuple[Tensor, Tensor | None] | None = None) -> list[Tensor]:
+    """What linears that read one tensor give; joined ones (``dense``: all of them) are computed once."""
+    if dense is not None:
+        return list(nn.functional.linear(x, *dense).split([m.out_features for m in modules], dim=-1))
     joined: dict[int, tuple[Tensor, ...]] = {}
     found = []
     for module in modules:

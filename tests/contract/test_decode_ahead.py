@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from step_models import greedy_logits, packed, tiny
 from triton_cases import INTERPRETED
 
 from quantkit.core.scheme import Scheme
+from quantkit.runtime import ahead
 from quantkit.runtime.engine import Generation, run
 from quantkit.runtime.kernels.tiles import Tile
 from quantkit.runtime.sampling import GenerationOptions
@@ -32,6 +36,14 @@ if not INTERPRETED:
 
 else:
 
+    def step_of(model: Any) -> Any:
+        from quantkit.runtime.family import recognise
+        from quantkit.runtime.lean_gpu import GpuStep
+
+        family = recognise(model.module)
+        assert family is not None
+        return GpuStep(family, torch.float32)
+
     @pytest.mark.parametrize(
         ("kind", "scheme", "kv_bits"),
         [
@@ -45,14 +57,9 @@ else:
         kind: str, scheme: Scheme | None, kv_bits: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of the linears only the joining is seen here: as dense products, which the interpreter does in no time."""
-        from quantkit.runtime.family import recognise
-        from quantkit.runtime.lean_gpu import GpuStep
-
         monkeypatch.setattr("quantkit.runtime.kernels.triton_linear.choose_tile", lambda *given: Tile("dequantize"))
         model = packed(tiny(kind, kv_bits), scheme)
-        family = recognise(model.module)
-        assert family is not None
-        step = GpuStep(family, torch.float32)
+        step = step_of(model)
         assert all((pair is not None) == (scheme is not None) for pair in step._pairs)
         ids = torch.randint(3, 90, (2, 66), generator=torch.Generator().manual_seed(1))
         mask = torch.ones_like(ids)
@@ -80,9 +87,6 @@ else:
 
     def test_a_batch_ahead_of_the_host_gives_what_single_steps_give() -> None:
         """Sequences of their own lengths, sampled and greedy; two leave early, so that the last goes on in a smaller slot."""
-        from quantkit.runtime.family import recognise
-        from quantkit.runtime.lean_gpu import GpuStep
-
         model = tiny("mistral", sliding_window=66, **FEW)
         drawn = GenerationOptions(max_tokens=7, temperature=0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.3)
         options = [GenerationOptions(max_tokens=4), GenerationOptions(max_tokens=3, temperature=1.0, min_p=0.01), drawn]
@@ -91,9 +95,7 @@ else:
         ]  # the first answer ends one token early
         expected = answers(model, options, end)
         assert expected[0].finish_reason == "stop"
-        family = recognise(model.module)
-        assert family is not None
-        model.__dict__["loop"] = loop = model.ahead(GpuStep(family, torch.float32), capture=False)
+        model.__dict__["loop"] = loop = model.ahead(step_of(model), capture=False)
         for _ in range(2):  # the second batch finds slots that were used
             found = answers(model, options, end)
             for row, wanted in expected.items():
@@ -106,15 +108,10 @@ else:
         assert not loop.guard.locked()
 
     def test_a_second_batch_meanwhile_runs_step_by_step() -> None:
-        from quantkit.runtime.family import recognise
-        from quantkit.runtime.lean_gpu import GpuStep
-
         model = tiny("llama", **FEW)
-        family = recognise(model.module)
-        assert family is not None
         options = GenerationOptions(max_tokens=4)
         expected = answers(model, [options], -1)[0].tokens
-        model.__dict__["loop"] = loop = model.ahead(GpuStep(family, torch.float32), capture=False)
+        model.__dict__["loop"] = loop = model.ahead(step_of(model), capture=False)
         first = run(model, [[5, 6, 7] * 4], [options], end_tokens=(), context=None)
         next(first)
         assert loop.guard.locked()
@@ -125,3 +122,69 @@ else:
         next(unfinished)
         unfinished.close()
         assert not loop.guard.locked()
+
+    class Recorder:
+        """Stands for CUDA graphs: runs again what ran while it recorded."""
+
+        def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: bool = False) -> None:
+            self.graphs: list[Any] = []
+            self.recording: Any = None
+            self.fails = fails
+            run_slot = ahead.Slot.run
+
+            def run(slot: Any, mode: Any) -> None:
+                if self.recording is None:
+                    run_slot(slot, mode)
+                else:
+                    self.recording.again = lambda: run_slot(slot, mode)
+
+            monkeypatch.setattr(ahead.Slot, "run", run)
+            for name, value in {
+                "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+                "current_stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
+                "stream": lambda stream: nullcontext(),
+                "graph_pool_handle": lambda: None,
+                "CUDAGraph": lambda: SimpleNamespace(again=None, replays=0),
+                "graph": self.record,
+            }.items():
+                monkeypatch.setattr(f"torch.cuda.{name}", value)
+
+        @contextmanager
+        def record(self, graph: Any, **options: Any) -> Iterator[None]:
+            assert set(options) == {"pool", "stream", "capture_error_mode"}
+
+            def replay() -> None:
+                graph.replays += 1
+                graph.again()
+
+            if self.fails:
+                raise RuntimeError("operation not permitted when stream is capturing\nmore")
+            self.recording, graph.replay = graph, replay
+            yield
+            self.recording = None
+            self.graphs.append(graph)
+
+    def test_what_was_captured_is_replayed_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny("llama", **FEW)
+        options = GenerationOptions(max_tokens=4)
+        expected = answers(model, [options], -1)[0].tokens
+        recorder = Recorder(monkeypatch)
+        model.__dict__["loop"] = model.ahead(step_of(model), capture=True)
+        assert model.decoding == "graph"
+        for _ in range(2):
+            assert answers(model, [options], -1)[0].tokens == expected
+        (graph,) = recorder.graphs
+        assert graph.replays == 6  # three steps of each answer; the first token is the prompt's
+
+    def test_what_cannot_be_captured_is_said_and_decoded_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny("llama", **FEW)
+        options = GenerationOptions(max_tokens=4)
+        expected = answers(model, [options], -1)[0].tokens
+        Recorder(monkeypatch, fails=True)
+        model.__dict__["lean"] = step_of(model)
+        model.__dict__["loop"] = loop = model.ahead(model.lean, capture=True)
+        with pytest.warns(UserWarning, match=r"operation not permitted when stream is capturing\)"):
+            assert answers(model, [options], -1)[0].tokens == expected
+        assert model.decoding == "lean"
+        assert not loop.guard.locked()
+        assert answers(model, [options], -1)[0].tokens == expected  # said once
