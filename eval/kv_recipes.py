@@ -248,7 +248,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     model = quantkit.load(given.model, device="cpu", dtype="float32", kv_bits=16)
-    ids = torch.tensor(model.tokenizer(load_text(given.data, split="evaluation").text, add_special_tokens=False)["input_ids"])
+    ids = torch.tensor(
+        model.tokenizer(load_text(given.data, split="evaluation").text, add_special_tokens=False)["input_ids"]
+    )
     judge = Judge(model, ids[: given.windows * given.context].view(given.windows, given.context))
     head_dim = int(getattr(model.module.config, "head_dim", None) or 64)
     rows = {}
