@@ -157,12 +157,16 @@ class Loop:
         """Go on after a prompt with logits ``[sequences, vocab]``; None where steps must be run one by one."""
         if not self.takes(len(live)) or not self.guard.acquire(blocking=False):
             return None
-        pads = left_padding(None if mask is None else mask.cpu(), len(live))
-        slot = None if pads is None else self.slot([one.options for one in live], until)
-        if slot is None or pads is None:
-            self.guard.release()
-            return None
-        return Run(self, slot, cache, torch.from_numpy(pads), live, logits, until)
+        run = None
+        try:
+            pads = left_padding(None if mask is None else mask.cpu(), len(live))
+            slot = None if pads is None else self.slot([one.options for one in live], until)
+            if slot is not None and pads is not None:
+                run = Run(self, slot, cache, torch.from_numpy(pads), live, logits, until)
+        finally:
+            if run is None:  # refused, or out of memory
+                self.guard.release()
+        return run
 
     def slot(self, options: Sequence[GenerationOptions], until: int) -> Slot | None:
         """The slot for these, with its graph; None once capturing has failed."""
