@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.products import gram_factors, multiply
 from quantkit.errors import NumericsError
 
 LARGEST_NORM = 1e17  # its square, summed over a batch, still fits float32
@@ -12,7 +13,7 @@ NON_FINITE_LIMIT = 0.1  # share of dropped tokens above which the job stops: the
 
 
 class Hessian:
-    """Running mean of x xᵀ over tokens, and the largest |x| of each channel. Products in float32, the sum in float64 on a CPU,
+    """Running mean of x xᵀ over tokens, and the largest |x| of each channel. Products in float32 (``calibrate.products``), the sum in float64 on a CPU,
     in float32 elsewhere (half the memory; a few hundred batches are added, whose products carry more rounding than their sum
     does); symmetric.
 
@@ -43,10 +44,11 @@ class Hessian:
         # Only blocks on and above the diagonal are multiplied: 62% of the work for wide inputs.
         width = self.sum.shape[0]
         size = max(256, -(-width // 4))
+        lefts, rights = gram_factors(rows)
         for i in range(0, width, size):
-            left = rows[:, i : i + size].t()
+            left = lefts[:, i : i + size].t()
             for j in range(i, width, size):
-                self.sum[i : i + size, j : j + size] += left @ rows[:, j : j + size]
+                self.sum[i : i + size, j : j + size] += multiply(left, rights[:, j : j + size])
 
     def result(self, name: str = "input") -> Tensor:
         """Mean of x xᵀ, [in, in], in the dtype of the sum. Raises NumericsError if too many tokens were dropped or none was seen."""

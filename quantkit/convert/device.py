@@ -1,4 +1,4 @@
-"""The device that blocks are worked on: its name, its memory, and exact float32 products there."""
+"""The device that blocks are worked on: its name, its memory, and the products of float32 matrices there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from quantkit.calibrate.products import products
 from quantkit.convert.memory import Prediction
 from quantkit.core.host import release_free_memory, size_text
 from quantkit.errors import QuantkitError
@@ -31,8 +32,8 @@ def check_device(device: torch.device, need: Prediction) -> list[str]:
 
 
 @contextlib.contextmanager
-def working_on(device: torch.device) -> Iterator[None]:
-    """float32 products are float32 (no TF32: statistics would keep 10 bits), and memory is counted from here.
+def working_on(device: torch.device, mode: str = "float32") -> Iterator[None]:
+    """float32 products are float32 (no TF32: statistics would keep 10 bits) or ``mode``, and memory is counted from here.
 
     Raises QuantkitError in place of torch's error where the device's memory does not suffice."""
     before = torch.get_float32_matmul_precision()
@@ -40,7 +41,8 @@ def working_on(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        yield
+        with products(mode):
+            yield
     except torch.OutOfMemoryError as error:
         raise QuantkitError(
             f"{device}: its memory does not suffice ({str(error).partition('. ')[0]}). Does another process use it? "

@@ -123,7 +123,8 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
 def predict_device(sizes: Sizes) -> int:
     """Bytes that tensors take on the device: always the block in float32 and one float32 Hessian per input, and
 
-    observe: a batch's activations and the batches that travel, and the product that is added to a Hessian
+    observe: a batch's activations and the batches that travel, the factors of a product (``calibrate.products``), and the product
+             that is added to a Hessian
     solve:   the stacked weights, and the factorisation in float64 (three matrices and its workspace), or the search for
              ranges on a part of them, or what is left to round, its codes and its errors
     report:  the Hessian in float64, and a part of one weight three times
@@ -136,8 +137,9 @@ def predict_device(sizes: Sizes) -> int:
     base = sizes.block * f32 + (sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
     searched = min(sizes.largest_group, SEARCH_ELEMENTS_GPU)
+    split = 16 * batch * widest + 10 * sizes.largest_parameter  # factors of products in bf16, each twice or three times
     phases = {
-        "observe": batch * f32 * (sizes.inner + ON_DEVICE * sizes.hidden) + square * f32 // 8,
+        "observe": batch * f32 * (sizes.inner + ON_DEVICE * sizes.hidden) + square * f32 // 8 + split,
         "solve": sizes.largest_group * f32
         + max(4 * square * f64, 10 * searched * f32, sizes.largest_group * (2 * f32 + 2) + square * f64),
         "report": square * f64 + 2 * sizes.largest_parameter * f32 + 4 * min(sizes.largest_parameter, 1 << 24) * f64,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import algorithms
+from quantkit.calibrate.products import MODES
 from quantkit.convert.rules import parse_rules
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
@@ -41,6 +42,7 @@ class ConvertOptions:
     strict_groups: bool = False
     overwrite: bool = False
     device: str = "auto"
+    products: str = "auto"  # of float32 matrices: see calibrate.products
     resume: bool = False
     work_dir: Path | None = None
 
@@ -73,6 +75,8 @@ class ConvertOptions:
             raise RequestError(
                 f"--kv-bits {self.kv_bits}: 16 (not quantized), 8 or 4. 3, 2 and kXvY have not landed yet."
             )
+        if self.products not in ("auto", *MODES):
+            raise RequestError(f"--products {self.products}: choose auto, {' or '.join(MODES)}.")
         if self.samples < 1 or self.seq_len < 2:
             raise RequestError(
                 f"--samples {self.samples} --seq-len {self.seq_len}: at least 1 window of 2 tokens is needed."
@@ -102,7 +106,17 @@ class ConvertOptions:
         data = asdict(self)
         data["rules"] = list(self.rules)
         # source and text are identified by their hashes: a path would change the bytes and tell where they lay
-        for key in ("source", "calibration", "out", "overwrite", "strict_groups", "device", "resume", "work_dir"):
+        for key in (
+            "source",
+            "calibration",
+            "out",
+            "overwrite",
+            "strict_groups",
+            "device",
+            "products",
+            "resume",
+            "work_dir",
+        ):
             data.pop(key)
         if not self.needs_data:
             for key in ("samples", "seq_len"):
@@ -159,7 +173,7 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         useless["damping"] = "--method smooth rounds without a Hessian"
     if not options.needs_data:
         useless |= dict.fromkeys(
-            ("calibration", "samples", "seq_len", "seed"), f"--method {options.method} reads no text"
+            ("calibration", "samples", "seq_len", "seed", "products"), f"--method {options.method} reads no text"
         )
     found = [name for name in useless if name in set(given)]
     if found:

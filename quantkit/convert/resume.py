@@ -33,6 +33,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.data import Windows
+from quantkit.calibrate.products import choose_products
 from quantkit.checkpoint.writer import (
     CheckpointWriter,
     disk,
@@ -174,6 +175,7 @@ def identity(plan: Plan) -> dict[str, Any]:
         "options": plan.options.for_manifest(),
         "calibration": calibration,
         "device": device_name(plan.device),
+        "products": choose_products(plan.options.products, plan.device),
         "versions": {"torch": torch.__version__, "transformers": version("transformers"), "numpy": version("numpy")},
         "threads": torch.get_num_threads(),
     }
@@ -192,6 +194,7 @@ WORDS = {
     "out": "--out",
     "threads": "the number of threads (OMP_NUM_THREADS)",
     "device": "--device",
+    "products": "--products",
     "cpu": "the processor's instructions",
     "quantkit_version": "the version of quantkit",
     "options.rules": "--rule",

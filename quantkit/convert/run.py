@@ -17,6 +17,7 @@ from quantkit.algorithms.kv import KVObserver
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
+from quantkit.calibrate.products import choose_products
 from quantkit.calibrate.transfer import hold
 from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
@@ -100,7 +101,7 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     try:
         if plan.windows is not None and plan.windows.ids.is_meta:
             plan.windows = work.text() or _own_text(plan, work, listen)
-        with working_on(plan.device):
+        with working_on(plan.device, choose_products(plan.options.products, plan.device)):
             report = _Conversion(plan, work, listen).run()
         work.writer.commit()
         work.remove()

@@ -128,7 +128,7 @@ def derive(weight: TritonWeight, tokens: int, sms: int, wide: bool = True) -> Ti
     """Tiles from the shape alone. Not measured yet: eval/kernels/gpu_linear.py --tune replaces them where a GPU is.
 
     Enough programs for two on each multiprocessor, K split only where the rows do not give them; at least two bricks a part.
-    wide: ``hopper``; registers of older devices do not hold a tile of 64 tokens and its second accumulator.
+    wide: ``hopper``; in the registers of older devices a second accumulator of 32 tokens takes 8 warps, of 64 none hold it.
     From 384 tokens on the matrix units are the limit (2 * 384 / 790 TFLOP/s a weight against 0.6 ps for dequantizing it once).
     """
     if tokens > 384:
@@ -136,17 +136,18 @@ def derive(weight: TritonWeight, tokens: int, sms: int, wide: bool = True) -> Ti
     if tokens <= 1:
         small = weight.out_features < 64 * sms
         return Tile("gemv", block_n=32 if small else 64, split=_split(weight, 32 if small else 64, 4 * sms), stages=4)
-    if tokens <= 16:
-        return Tile("gemm", 64, 16, _split(weight, 64, 2 * sms), 4, 4)
     table = bool(weight.table)  # rounded numbers already; a second accumulator beside looked up ones spills
+    warps = 4 if wide or table else 8
+    if tokens <= 16:
+        return Tile("gemm", 64, 16, _split(weight, 64, 2 * sms), warps, 4)
     if tokens <= 32:
-        return Tile("gemm", 64, 32, _split(weight, 64, 2 * sms), 4, 3, scale_w=table)
+        return Tile("gemm", 64, 32, _split(weight, 64, 2 * sms), warps, 3, scale_w=table)
     # a stage holds the x of a whole brick, 512 inputs: 64 tokens and two stages are what shared memory and registers hold
     if tokens <= 64:
         fine = 0 < weight.group <= 64  # scaling 64 weights is less work than 64 sums, and needs no second accumulator
         if table or fine or wide:
             return Tile("gemm", 64, 64, _split(weight, 64, sms), 8, 2, scale_w=table or fine)
-        return Tile("gemm", 64, 32, _split(weight, 64, sms), 4, 3)
+        return Tile("gemm", 64, 32, _split(weight, 64, sms), 8, 3)
     return Tile("gemm", 128, 64, max(1, _split(weight, 128, sms) * 64 // tokens), 8, 2, scale_w=True)
 
 

@@ -1,0 +1,64 @@
+"""Three bf16 products give a float32 product to a few 1e-6, where and only where they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.calibrate.products import FEW, choose_products, products, split_product
+from quantkit.calibrate.stats import Hessian
+
+CPU = torch.device("cpu")
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Entries of very different sizes, as activations have them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.randn(shape[-1], generator=generator).mul(2).exp()
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def test_the_product_is_a_float32_product_but_for_some_1e_6() -> None:
+    left, right = noise(96, 700), noise(700, 80, seed=1)
+    found, exact = split_product(left, right), left.double() @ right.double()
+    assert found.dtype == torch.float32
+    assert error(found, exact) < 1e-5
+    sizes = left.double().abs() @ right.double().abs()
+    assert bool(((found.double() - exact).abs() <= (3 * 2.0**-18 + 700 * 2.0**-24) * sizes).all())
+    assert error(left.bfloat16().float() @ right.bfloat16().float(), exact) > 1e-3  # what one product gives
+
+
+def test_linears_and_hessians_use_it_inside_and_not_outside() -> None:
+    x, weight, bias = noise(3, FEW, 600), noise(50, 600, seed=1), noise(50, seed=2)
+    plain = torch.nn.functional.linear(x, weight, bias)
+    with products("bf16x3"):
+        inside = torch.nn.functional.linear(x, weight, bias)
+        few = torch.nn.functional.linear(x[:1, :3], weight, bias)
+        hessian = Hessian(600)
+        hessian.add(x)
+    exact = x.double() @ weight.double().t() + bias.double()
+    assert inside.shape == plain.shape
+    assert error(inside, exact) < 1e-5
+    assert not torch.equal(inside, plain)
+    assert torch.equal(few, torch.nn.functional.linear(x[:1, :3], weight, bias))
+    assert torch.equal(torch.nn.functional.linear(x, weight, bias), plain)
+    rows = x.reshape(-1, 600).double()
+    assert error(hessian.result(), rows.t() @ rows / len(rows)) < 1e-5
+    again = Hessian(600)
+    again.add(x)
+    assert not torch.equal(again.sum, hessian.sum)
+
+
+def test_other_dtypes_are_left_alone() -> None:
+    x, weight = noise(FEW, 40).bfloat16(), noise(8, 40, seed=1).bfloat16()
+    plain = torch.nn.functional.linear(x, weight)
+    with products("bf16x3"):
+        assert torch.equal(torch.nn.functional.linear(x, weight), plain)
+
+
+@pytest.mark.parametrize(("mode", "chosen"), [("auto", "float32"), ("float32", "float32"), ("bf16x3", "bf16x3")])
+def test_a_cpu_multiplies_in_float32_unless_told_otherwise(mode: str, chosen: str) -> None:
+    assert choose_products(mode, CPU) == chosen
