@@ -6,7 +6,8 @@ Times are medians of replayed CUDA graphs whose calls walk through copies of the
 cache, so every call reads its weight from memory and launches cost what they cost while decoding. GB/s counts the bytes of the
 stored weight, x and y once; its share is of a copy measured in the same run (reads and writes counted).
 ``--tune`` tries tiles for each shape and number of tokens and writes the table that runtime/kernels/tiles.py reads, into the cache and to
-``--tiles``. Beside ours: tinygemm (``aten::_weight_int4pack_mm``), and bitsandbytes where it is installed. Cells are measured in the
+``--tiles``. Beside ours: tinygemm (``aten::_weight_int4pack_mm``), our NF4 and bitsandbytes', and the peers of ``peers.py`` where they import; what does not
+is noted by name. ``--w8a8`` measures int8 activations, against ``torch._int_mm`` and bf16. Cells are measured in the
 order of their weight in the targets; those that the time did not reach are listed, not left out silently.
 ``--rehearse``: tiny shapes on a CPU, in Triton's interpreter; the numbers mean nothing.
 """
@@ -29,12 +30,14 @@ import torch
 from predict import SHAPES, TOKENS, weight_bytes
 from torch import Tensor
 
-from quantkit.core.qtensor import QuantTensor
+from quantkit.core.qtensor import QuantTensor, TableTensor
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels import tiles
+from quantkit.runtime.kernels.tables import VALUES
 from quantkit.runtime.kernels.tiles import Tile
 from quantkit.runtime.kernels.triton_layout import TritonWeight
 
+OTHERS_US = ("tinygemm_us", "bitsandbytes_us", "nf4_us", "gemlite_us", "torchao_us", "marlin_us", "int_mm_us")
 ROTATE = 3  # times the cache that the copies of a weight fill
 Call = Callable[[int], object]  # number of the copy -> result
 
@@ -175,35 +178,6 @@ def error_of(weight: TritonWeight, x: Tensor, tile: Tile) -> float:
     return float((y - expected).norm() / expected.norm())
 
 
-def tinygemm(bench: Bench, q: QuantTensor, x: Tensor, count: int, guess_us: float) -> float | None:
-    """torch's own int4 kernel; None where it does not take the weight."""
-    if q.scheme.bits != 4 or bench.rehearse:
-        return None
-    byte = (q.codes[:, ::2] << 4 | q.codes[:, 1::2]).contiguous()
-    packed = torch.ops.aten._convert_weight_to_int4pack(byte, 8)
-    zero = 8.0 if q.zeros is None else q.zeros.float()
-    both = torch.stack([q.scales.float(), (8 - zero) * q.scales.float()], -1).transpose(0, 1).contiguous().bfloat16()
-    copies = [(packed.clone(), both.clone()) for _ in range(count)]
-    group = q.scheme.width(q.shape[1])
-    return median_us(
-        bench, lambda i: torch.ops.aten._weight_int4pack_mm(x, copies[i][0], group, copies[i][1]), count, guess_us
-    )
-
-
-def bitsandbytes(bench: Bench, shape: tuple[int, int], x: Tensor, count: int, guess_us: float) -> float | None:
-    """NF4 of bitsandbytes, blocks of 64; None where it is not installed."""
-    try:
-        import bitsandbytes as bnb
-        from bitsandbytes.functional import quantize_4bit
-    except ImportError:
-        return None
-    if bench.rehearse:
-        return None
-    dense = torch.randn(shape, dtype=torch.bfloat16, device=bench.device)
-    copies = [quantize_4bit(dense, blocksize=64, quant_type="nf4") for _ in range(count)]
-    return median_us(bench, lambda i: bnb.matmul_4bit(x, copies[i][0].t(), copies[i][1]), count, guess_us)
-
-
 def cell(bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, tokens: list[int], options: argparse.Namespace,
          table: dict[str, dict[str, Tile]], failed: list[str]) -> Iterator[dict[str, object]]:  # fmt: skip
     """All rows of one layer."""
@@ -242,12 +216,79 @@ def cell(bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, token
             "speedup": bf16 / spent,
         }
         if not options.tune and count <= 512:
-            for name, other in (
-                ("tinygemm_us", tinygemm(bench, q, x, len(weights), 2 * guess)),
-                ("bitsandbytes_us", bitsandbytes(bench, shape, x, len(weights), 2 * guess)),
-            ):
-                if other is not None:
-                    row[name] = other
+            row |= others(bench, q, x, len(weights), 2 * guess, failed)
+        yield row
+
+
+def others(
+    bench: Bench, q: QuantTensor, x: Tensor, count: int, guess_us: float, failed: list[str]
+) -> dict[str, object]:
+    """Microseconds of what peers offer for this weight. What is not installed, or does not take it, is said once by name."""
+    from peers import PEERS, Maker
+
+    calls: list[tuple[str, Callable[[], float | None]]] = [("nf4", lambda: nf4(bench, q.shape, x, count, guess_us))]
+    for peer, make in PEERS.items():
+
+        def measure(make: Maker = make) -> float | None:
+            call = make(q, x, count)
+            return None if bench.rehearse else median_us(bench, call, count, guess_us)
+
+        calls.append((peer, measure))
+    found: dict[str, object] = {}
+    for peer, run in calls:
+        if any(note.startswith(f"{peer}:") for note in failed):
+            continue
+        try:
+            spent = run()
+        except Exception as error:  # a peer's refusal, whatever its kind, is a note and no end of the measurement
+            failed.append(f"{peer}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        if spent is not None:
+            found[f"{peer}_us"] = spent
+    return found
+
+
+def nf4(bench: Bench, shape: tuple[int, int], x: Tensor, count: int, guess_us: float) -> float | None:
+    """Ours with NF4 in blocks of 64, beside bitsandbytes'."""
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8, device=bench.device)
+    scales = torch.rand(shape[0], shape[1] // 64, device=bench.device) * 0.01 + 0.001
+    q = TableTensor(codes, scales, torch.tensor(VALUES["nf4"], device=bench.device), 64)
+    weights = twins(TritonWeight(q, bench.device), count)
+    tile = tiles.choose_tile(weights[0], x.shape[0], x.dtype)
+    return ours(bench, weights, x, tile, guess_us)
+
+
+def w8a8_cell(
+    bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, tokens: list[int], failed: list[str]
+) -> Iterator[dict[str, object]]:
+    """int8 weights and activations (rounding them is part of ours) against ``torch._int_mm`` alone and bf16."""
+    from quantkit.runtime.kernels.triton_w8a8 import linear_w8a8_triton, round_tokens
+    from quantkit.runtime.kernels.w8a8 import W8A8Weight
+
+    q = random_weight(shape, scheme, bench.device)
+    size = shape[0] * shape[1]
+    weights = [W8A8Weight(q, triton=True).to(bench.device) for _ in range(copies_of(bench, size))]
+    dense = [torch.randn(shape, dtype=torch.bfloat16, device=bench.device) for _ in range(copies_of(bench, 2 * size))]
+    for count in tokens:
+        if bench.left() < 0:
+            failed.append(f"{layer}, {count} tokens: no time left")
+            continue
+        x = torch.randn(count, shape[1], dtype=torch.bfloat16, device=bench.device)
+        guess = max(size / 3e6, 2.0 * size * count / 900e6)
+        bf16 = median_us(bench, lambda i, x=x: torch.matmul(x, dense[i].T), len(dense), 4 * guess)
+        spent = median_us(bench, lambda i, x=x: linear_w8a8_triton(x, weights[i], None), len(weights), guess)
+        expected = x.float() @ q.dequantize().T
+        error = float((linear_w8a8_triton(x, weights[0], None).float() - expected).norm() / expected.norm())
+        moved = size + 2 * count * sum(shape)
+        row: dict[str, object] = {
+            "layer": layer, "shape": list(shape), "scheme": scheme.describe(), "tokens": count, "us": spent, "error": error,
+            "gb_per_s": moved / spent / 1e3, "share_of_copy": moved / spent * 1e6 / bench.copy, "bf16_us": bf16, "speedup": bf16 / spent,
+        }  # fmt: skip
+        if count > 16:  # what torch._int_mm takes
+            codes = round_tokens(x)[0]
+            row["int_mm_us"] = median_us(
+                bench, lambda i, codes=codes: torch._int_mm(codes, weights[i].codes.t()), len(weights), guess
+            )
         yield row
 
 
@@ -300,6 +341,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--symmetric", action="store_true")
+    parser.add_argument("--w8a8", action="store_true", help="int8 activations, against torch._int_mm and bf16")
     parser.add_argument("--layers", nargs="*", help="only these")
     parser.add_argument("--tokens", nargs="*", type=int)
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
@@ -314,7 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
     if rehearse and os.environ.get("TRITON_INTERPRET") != "1":
         raise SystemExit("--rehearse runs in Triton's interpreter: set TRITON_INTERPRET=1")
     device = torch.device("cpu" if rehearse else "cuda")
-    scheme = Scheme(options.bits, 128, options.symmetric)
+    scheme = Scheme(8, None, True, activations="int8") if options.w8a8 else Scheme(options.bits, 128, options.symmetric)
     shapes = {"tiny": (128, 512)} if rehearse else {n: s for n, s in SHAPES.items() if n in (options.layers or SHAPES)}
     tokens = options.tokens or ([1, 4] if rehearse else list(TOKENS))
     if options.tiles and not options.tune:
@@ -329,11 +371,17 @@ def main(arguments: list[str] | None = None) -> None:
     failed: list[str] = []
     table: dict[str, dict[str, Tile]] = {}
     for layer, shape in shapes.items():
-        for row in cell(bench, layer, shape, scheme, tokens, options, table, failed):
+        cells = (
+            w8a8_cell(bench, layer, shape, scheme, tokens, failed)
+            if options.w8a8
+            else cell(bench, layer, shape, scheme, tokens, options, table, failed)
+        )
+        for row in cells:
             rows.append(row)
             print(
                 f"{layer:12} {row['tokens']:5} {row['us']:9.1f} us {row['share_of_copy']:6.1%} of copy, {row['speedup']:5.2f} x bf16, "
-                f"error {row['error']:.1e} {row['tile']['kernel']}",  # type: ignore[index]
+                f"error {row['error']:.1e} {row['tile']['kernel'] if 'tile' in row else ''} "  # type: ignore[index]
+                + ", ".join(f"{name} {value:.1f}" for name, value in row.items() if name in OTHERS_US and value),  # type: ignore[str-format]
                 flush=True,
             )
         options.out.write_text(json.dumps({**result, "rows": rows, "failed": failed}, indent=1) + "\n")

@@ -128,6 +128,19 @@ def test_a_killed_job_goes_on_with_the_same_bytes(source: Path, tmp_path: Path) 
     assert digests[0] == digests[1]
 
 
+def test_three_bf16_products_are_a_float32_product() -> None:
+    from quantkit.calibrate.products import choose_products, gram_factors, multiply, products, split_product
+
+    generator = torch.Generator(CUDA).manual_seed(0)
+    left, right = (torch.randn(size, device=CUDA, generator=generator) for size in ((512, 4096), (4096, 768)))
+    exact = left.double() @ right.double()
+    assert float((split_product(left, right).double() - exact).norm() / exact.norm()) < 1e-5
+    with products(choose_products("auto", CUDA)):
+        first, second = gram_factors(left)
+        gram, exact = multiply(first.t(), second), left.double().t() @ left.double()
+    assert float((gram.double() - exact).norm() / exact.norm()) < 2e-5
+
+
 @pytest.mark.real
 def test_a_real_model_gets_the_codes_of_the_cpu(smollm2: Path, wikipedia: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(samples=16, seq_len=512, group_size=64, calibration="wikipedia-sample")

@@ -21,6 +21,7 @@ from quantkit.errors import RequestError
         ),
         (dict(method="awq", scales="minmax", damping=0.1), "--damping has no effect: --method awq --scales minmax"),
         (dict(method="rtn", kv_bits=8, damping=0.1, samples=4), "--damping has no effect"),
+        (dict(method="rtn", products="bf16x3"), "--products has no effect: --method rtn reads no text"),
     ],
 )
 def test_options_without_effect_are_refused_together(given: dict[str, Any], said: str) -> None:
