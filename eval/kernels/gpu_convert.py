@@ -1,6 +1,6 @@
 """GPTQ of a model shaped like Llama-3 8B with random weights, on 128 x 2048 random tokens: seconds of each stage, and device memory.
 
-    python eval/kernels/gpu_convert.py --out results.json [--blocks 4] [--products bf16x3 float32] [--seconds 280] [--whole] [--rehearse]
+    python eval/kernels/gpu_convert.py --out results.json [--blocks 4] [--products bf16x6 float32] [--seconds 280] [--whole] [--rehearse]
 
 A model of ``--blocks`` whole blocks, with the full embedding and head, is written to ``--folder`` and converted by ``quantkit.convert`` itself, whose
 functions are timed from outside. What 32 blocks would take is **extrapolated**: the median of the blocks after the first
@@ -18,7 +18,7 @@ Operations of a block, T = 262,144 tokens (K, N the sides of its linears, 218 M 
     columns   N K^2, and 512 a weight in the column kernel               0.16e13
 
 32 blocks: 9.3e15 float32 operations, 169 s at the 55 TFLOP/s that float32 reaches on an H200 without TF32: the target of 180 s leaves 11 s for all
-the rest. As three bf16 products each (``calibrate/products.py``) the first three lines take 42 s at 650 TFLOP/s.
+the rest. As six bf16 products each (``calibrate/products.py``) the first three lines take 83 s at 650 TFLOP/s, as three 42 s (other codes: see there).
 States travel 3 x 4.3 GB a block, 0.26 s of PCIe 5 behind at least 1 s of arithmetic.
 """
 
@@ -239,12 +239,15 @@ def _outer(stages: dict[str, float]) -> float:
 
 
 def product_speeds(device: torch.device, rehearse: bool) -> dict[str, Any]:
-    """One product of a batch with gate_proj: TFLOP/s in float32 and as three bf16 products, and their errors against float64."""
+    """One product of a batch with gate_proj: TFLOP/s in float32 and as six or three bf16 products, and their errors against float64."""
     m, k, n = (64, 64, 96) if rehearse else (4096, 4096, 14336)
     left, right = torch.randn(m, k, device=device), torch.randn(n, k, device=device).t()
     exact = left[:64].double() @ right.double()
     found: dict[str, Any] = {"shape": [m, k, n]}
-    for name, multiply in (("float32", torch.mm), ("bf16x3", products.split_product)):
+    for name, multiply in (
+        ("float32", torch.mm),
+        *((mode, functools.partial(products.split_product, mode=mode)) for mode in products.MODES[1:]),
+    ):
         times = []
         for _ in range(3 if rehearse else 12):
             if device.type == "cuda":
@@ -266,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--blocks", type=int, default=4, help="at least 3: the first compiles, the last is not advanced"
     )
-    parser.add_argument("--products", nargs="+", default=["bf16x3", "float32"], choices=products.MODES)
+    parser.add_argument("--products", nargs="+", default=["bf16x6", "bf16x3"], choices=products.MODES)
     parser.add_argument("--seconds", type=float, default=280, help="no conversion is begun after this")
     parser.add_argument("--whole", action="store_true", help="all 32 blocks, nothing extrapolated")
     parser.add_argument("--device", default="cuda")

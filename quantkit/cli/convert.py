@@ -118,7 +118,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     default="auto",
     show_default=True,
     metavar="HOW",
-    help="Calibration's matrix products: float32, bf16x3 (three bf16 products, error 1e-6), or auto (bf16x3 on a GPU).",
+    help="Calibration's matrix products: float32, bf16x6 (six bf16 products, as exact), bf16x3 (less so), auto: bf16x6 on a GPU.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")

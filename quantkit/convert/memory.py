@@ -137,7 +137,7 @@ def predict_device(sizes: Sizes) -> int:
     base = sizes.block * f32 + (sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
     searched = min(sizes.largest_group, SEARCH_ELEMENTS_GPU)
-    split = 16 * batch * widest + 10 * sizes.largest_parameter  # factors of products in bf16, each twice or three times
+    split = 32 * batch * widest + 20 * sizes.largest_parameter  # factors of bf16x6: three parts, six times on each side
     phases = {
         "observe": batch * f32 * (sizes.inner + ON_DEVICE * sizes.hidden) + square * f32 // 8 + split,
         "solve": sizes.largest_group * f32

@@ -76,7 +76,7 @@ class ConvertOptions:
                 f"--kv-bits {self.kv_bits}: 16 (not quantized), 8 or 4. 3, 2 and kXvY have not landed yet."
             )
         if self.products not in ("auto", *MODES):
-            raise RequestError(f"--products {self.products}: choose auto, {' or '.join(MODES)}.")
+            raise RequestError(f"--products {self.products}: choose auto, {', '.join(MODES[:-1])} or {MODES[-1]}.")
         if self.samples < 1 or self.seq_len < 2:
             raise RequestError(
                 f"--samples {self.samples} --seq-len {self.seq_len}: at least 1 window of 2 tokens is needed."
