@@ -248,6 +248,14 @@ def others(
     return found
 
 
+def sorted_notes(notes: list[str]) -> dict[str, list[str]]:
+    """What of ours failed, and which peers were left out and why."""
+    from peers import PEERS
+
+    left_out = [note for note in notes if note.partition(":")[0] in PEERS]
+    return {"failed": [note for note in notes if note not in left_out], "left_out": left_out}
+
+
 def nf4(bench: Bench, shape: tuple[int, int], x: Tensor, count: int, guess_us: float) -> float | None:
     """Ours with NF4 in blocks of 64, beside bitsandbytes'."""
     codes = torch.randint(0, 16, shape, dtype=torch.uint8, device=bench.device)
@@ -384,7 +392,7 @@ def main(arguments: list[str] | None = None) -> None:
                 + ", ".join(f"{name} {value:.1f}" for name, value in row.items() if name in OTHERS_US and value),  # type: ignore[str-format]
                 flush=True,
             )
-        options.out.write_text(json.dumps({**result, "rows": rows, "failed": failed}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**result, "rows": rows, **sorted_notes(failed)}, indent=1) + "\n")
     if options.tune:
         name = str(result["device"])
         path = tiles.save(name, table, result)

@@ -24,6 +24,7 @@ def test_the_gpu_benchmark_is_rehearsed(tmp_path: Path) -> None:
     stored = json.loads(out.read_text())
     assert stored["rehearsal"] is True
     assert stored["failed"] == []
+    assert stored["left_out"]  # peers do not run here; each says so by name
     (row,) = stored["rows"]
     assert (row["tokens"], row["tile"]["kernel"]) == (4, "gemm")
     assert row["error"] < 1e-2
