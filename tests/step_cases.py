@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.runtime.kernels import step
 from quantkit.runtime.kernels.step import PAGE, Heads, Pages
 
 Pools = tuple[Tensor, Tensor]
@@ -44,3 +45,25 @@ def pages_of(
         scales,
     )
     return pages, pools
+
+
+def check_rotary(
+    dim: int, width: int, norm: bool, bits: int, dtype: torch.dtype, device: str, close: dict[str, float], other_codes: float = 0.0
+) -> None:  # fmt: skip
+    """Rotary with the cache write against its definition. other_codes: the share of integer codes that may differ."""
+    from quantkit.runtime.kernels.triton_step import rotary_and_cache
+
+    heads = Heads(4, 2, dim, 1.0)
+    q, k, v = (noise(3, count * dim, seed=seed).to(device, dtype) for count, seed in ((4, 1), (2, 2), (2, 3)))
+    norms = (noise(dim, seed=4).to(device), noise(dim, seed=5).to(device)) if norm else (None, None)
+    angles = noise(150, width, seed=6).to(device), noise(150, width, seed=7).to(device)
+    pages, pools = pages_of([0, 9, 77], 130, heads, dtype, device, bits=bits, start=1)
+    written = pools[0].clone(), pools[1].clone()
+    expected = step.rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5, written)
+    found = rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5)
+    torch.testing.assert_close(found, expected, **close)
+    for pool, wanted in zip(pools, written, strict=True):
+        if bits == 16:
+            torch.testing.assert_close(pool, wanted, **close)
+        else:
+            assert float((pool != wanted).float().mean()) <= other_codes

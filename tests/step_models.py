@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.attention import attention_modules, transformers_cache
+from quantkit.runtime.kernels.reference import PackedWeight
 from quantkit.runtime.kernels.triton_layout import TritonWeight
-from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.linear import QuantLinear, pack
 from quantkit.runtime.model import Model
 from quantkit.runtime.siblings import join_siblings
 
@@ -64,19 +66,27 @@ def calibrated(module: Any, bits: int, device: str) -> KVScales:
     return KVScales(KVScheme(bits), layers)
 
 
-def packed(model: Model, scheme: Scheme | None) -> Model:
-    """The linears of the blocks as bricks, siblings joined; None leaves them dense."""
-    if scheme is None:
-        return model
+def replace_linears(model: Any, scheme: Scheme, make: Callable[[QuantTensor], PackedWeight]) -> None:
+    """Round the linears of the blocks, in place, wherever the model is."""
     for name, layer in list(model.module.named_modules()):
         if isinstance(layer, torch.nn.Linear) and "layers." in name:
             weight = layer.weight.float().cpu()
             scales, zeros = affine.minmax_params(weight, scheme)
             q = QuantTensor(affine.quantize(weight, scales, zeros, scheme), scales, zeros, scheme)
             owner, _, local = name.rpartition(".")
-            replaced = QuantLinear(TritonWeight(q, model.device), layer.bias)
-            setattr(model.module.get_submodule(owner), local, replaced)
-    join_siblings(model.module, model.device)
+            setattr(model.module.get_submodule(owner), local, QuantLinear(make(q), layer.bias))
+
+
+def requantize(model: Any, scheme: Scheme) -> None:
+    """Packed as quantkit chooses on the model's device."""
+    replace_linears(model, scheme, lambda q: pack(q, device=model.device))
+
+
+def packed(model: Model, scheme: Scheme | None) -> Model:
+    """The linears of the blocks as bricks, siblings joined; None leaves them dense."""
+    if scheme is not None:
+        replace_linears(model, scheme, lambda q: TritonWeight(q, model.device))
+        join_siblings(model.module, model.device)
     return model
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 
 import torch
 from torch import Tensor
@@ -29,6 +32,15 @@ TOKENS = [1, 3, 17]  # one, fewer than a tile, one more than a tile
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # the interpreter cuts off where a device rounds to bf16: twice the error
 ROUNDING = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+
+def passes_in_the_interpreter(file: str, *more: str) -> None:
+    """Run a test file in a process of its own, where kernels are imported for Triton's interpreter."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", file, *more]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"\b[1-9]\d* passed", done.stdout), done.stdout[-2000:]
 
 
 def quantized(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantTensor:

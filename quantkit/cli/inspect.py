@@ -63,7 +63,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
 
 def _check_lines(check: Any) -> list[str]:
     """The proof for people: one section for each kind of block, like modules (experts) counted."""
-    from quantkit.model.folds import short_names
+    from quantkit.model.patterns import short_names
 
     stepping = "equals the model's own forward bit for bit"
     if not check.exact:

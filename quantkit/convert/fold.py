@@ -19,7 +19,8 @@ from quantkit.convert.block import BlockResult, InputGroup
 from quantkit.convert.plan import Plan
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.scheme import Scheme
-from quantkit.model.folds import Fold, find_folds, scaled_parameters, shared_modules, short_names
+from quantkit.model.folds import Fold, find_folds, scaled_parameters, shared_modules
+from quantkit.model.patterns import short_names
 from quantkit.model.stepper import Call
 
 

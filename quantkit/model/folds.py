@@ -12,14 +12,14 @@ then done to the parameters themselves, and the outputs are compared again.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.patterns import by_pattern, pattern, renumber, short_names
 from quantkit.model.stepper import Call, run_block
 
 TOLERANCE = 1e-4  # relative difference of outputs in float32; blocks in float64 still hold float32 norms inside
@@ -96,7 +96,7 @@ def find_folds(block: nn.Module, hidden: Tensor, call: Call, shared: Collection[
     """
     lab = _Laboratory(block, hidden, call, seed)
     search = FoldSearch()
-    for names in _by_pattern(lab.producers).values():
+    for names in by_pattern(lab.producers).values():
         barred = [name for name in names if name in shared]
         found, reason = (None, "other blocks use it too") if barred else lab.examine(names)
         if found is None:
@@ -188,8 +188,8 @@ class _Laboratory:
 
     def _unknown(self) -> str | None:
         """A reader that did not run and has no namesake that did."""
-        known = {_pattern(name) for name in self.inputs}
-        return next((name for name in self.readers if _pattern(name) not in known), None)
+        known = {pattern(name) for name in self.inputs}
+        return next((name for name in self.readers if pattern(name) not in known), None)
 
     def _offset(self, name: str) -> float | None:
         """0 or 1: what is added to a norm's weight before it multiplies; None if scaling follows neither."""
@@ -262,7 +262,7 @@ class _Laboratory:
         if difference <= TOLERANCE and not lonely:
             return [Fold(name, rows, consumers[name], offset) for name in names], ""
         if odd and not any(consumers.values()):
-            return None, f"{_pattern(odd[0])} sees it through more than a scaling"
+            return None, f"{pattern(odd[0])} sees it through more than a scaling"
         if lonely:
             return None, "no linear reads its output"
         return None, f"something besides {', '.join(short_names(consumers[names[0]]))} reads its output"
@@ -274,18 +274,18 @@ class _Laboratory:
             return folds
         grown = []
         for fold in folds:
-            patterns = {_pattern(name): index for name, index in fold.consumers.items()}
+            patterns = {pattern(name): index for name, index in fold.consumers.items()}
             more = (
-                {n: patterns[_pattern(n)] for n in sorted(idle) if _pattern(n) in patterns}
+                {n: patterns[pattern(n)] for n in sorted(idle) if pattern(n) in patterns}
                 if fold.producer not in self.readers
                 else {}
             )
             grown.append(Fold(fold.producer, fold.rows, {**fold.consumers, **more}, fold.offset))
         model = folds[0]
         for name in sorted(idle):
-            if _pattern(name) == _pattern(model.producer):
+            if pattern(name) == pattern(model.producer):
                 grown.append(
-                    Fold(name, model.rows, {_renumber(c, name): i for c, i in model.consumers.items()}, model.offset)
+                    Fold(name, model.rows, {renumber(c, name): i for c, i in model.consumers.items()}, model.offset)
                 )
         return grown
 
@@ -380,27 +380,3 @@ def _replace_first(args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor)
     if args:
         return (value, *args[1:]), kwargs
     return args, {**kwargs, next(iter(kwargs)): value}
-
-
-_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")  # a place in a list of modules
-
-
-def _pattern(name: str) -> str:
-    return _INDEX.sub("*", name)
-
-
-def _renumber(name: str, like: str) -> str:
-    numbers = iter(_INDEX.findall(like))
-    return _INDEX.sub(lambda match: str(next(numbers, match.group())), name)
-
-
-def _by_pattern(names: Collection[str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_pattern(name), []).append(name)
-    return groups
-
-
-def short_names(names: Iterable[str]) -> list[str]:
-    """Module names with list positions as ``*``, each once: ``mlp.experts.*.up_proj``."""
-    return list(dict.fromkeys(_pattern(name) for name in names))

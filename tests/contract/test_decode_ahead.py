@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -13,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from step_models import greedy_logits, packed, tiny
-from triton_cases import INTERPRETED
+from triton_cases import INTERPRETED, passes_in_the_interpreter
 
 from quantkit.core.scheme import Scheme
 from quantkit.runtime import ahead
@@ -29,10 +26,7 @@ if not INTERPRETED:
     @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
     def test_in_the_interpreter(chosen: str) -> None:
         pytest.importorskip("triton")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", chosen, __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        passes_in_the_interpreter(__file__, "-m", chosen)
 
 else:
 

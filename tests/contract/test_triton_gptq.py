@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from triton_cases import INTERPRETED, passes_in_the_interpreter
 
 from quantkit.algorithms.gptq import GPTQOptions, gptq, round_columns
 from quantkit.core.scheme import Scheme
 
-if os.environ.get("TRITON_INTERPRET") != "1":
+if not INTERPRETED:
 
     def test_in_the_interpreter() -> None:
         pytest.importorskip("triton")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-        assert " passed" in done.stdout or "." in done.stdout
+        passes_in_the_interpreter(__file__)
 
 else:
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from step_cases import noise, pages_of
-from triton_cases import INTERPRETED
+from step_cases import check_rotary, noise, pages_of
+from triton_cases import INTERPRETED, passes_in_the_interpreter
 
 from quantkit.runtime.kernels import step
 from quantkit.runtime.kernels.step import Heads
@@ -25,10 +22,7 @@ if not INTERPRETED:
 
     def test_in_the_interpreter() -> None:
         pytest.importorskip("triton")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        passes_in_the_interpreter(__file__)
 
 else:
 
@@ -61,19 +55,7 @@ else:
     @pytest.mark.parametrize("bits", [16, 8, 4])
     @pytest.mark.parametrize(("dim", "width", "norm"), [(32, 32, True), (48, 24, False)], ids=["normed", "partial"])
     def test_rotary_and_the_cache_write(bits: int, dim: int, width: int, norm: bool) -> None:
-        from quantkit.runtime.kernels.triton_step import rotary_and_cache
-
-        heads = Heads(4, 2, dim, 1.0)
-        q, k, v = (noise(3, count * dim, seed=seed) for count, seed in ((4, 1), (2, 2), (2, 3)))
-        norms = (noise(dim, seed=4), noise(dim, seed=5)) if norm else (None, None)
-        angles = noise(150, width, seed=6), noise(150, width, seed=7)
-        pages, pools = pages_of([0, 9, 77], 130, heads, F32, "cpu", bits=bits, start=1)
-        written = tuple(pool.clone() for pool in pools)
-        expected = step.rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5, written)
-        found = rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5)
-        torch.testing.assert_close(found, expected, **CLOSE[F32])
-        for pool, wanted in zip(pools, written, strict=True):
-            torch.testing.assert_close(pool, wanted, **(CLOSE[F32] if bits == 16 else dict(rtol=0, atol=0)))
+        check_rotary(dim, width, norm, bits, F32, "cpu", CLOSE[F32])
 
     def test_nothing_is_written_where_there_is_no_sequence() -> None:
         from quantkit.runtime.kernels.triton_step import rotary_and_cache

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from triton_cases import INTERPRETED, inputs, quantized
+from triton_cases import INTERPRETED, inputs, passes_in_the_interpreter, quantized
 
 from quantkit.core.activations import quantize_tokens
 from quantkit.core.scheme import Scheme
@@ -20,10 +16,7 @@ if not INTERPRETED:
 
     def test_in_the_interpreter() -> None:
         pytest.importorskip("triton")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        passes_in_the_interpreter(__file__)
 
 else:
 

@@ -1,0 +1,35 @@
+"""Module names with their places in lists left out: what the experts of a layer, or the layers of a model, have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")  # a place in a list of modules
+
+
+def pattern(name: str) -> str:
+    """
+    >>> pattern("mlp.experts.3.up_proj")
+    'mlp.experts.*.up_proj'
+    """
+    return _INDEX.sub("*", name)
+
+
+def renumber(name: str, like: str) -> str:
+    """``name`` with the places that ``like`` has."""
+    numbers = iter(_INDEX.findall(like))
+    return _INDEX.sub(lambda match: str(next(numbers, match.group())), name)
+
+
+def by_pattern(names: Collection[str]) -> dict[str, list[str]]:
+    """Names that differ only in their places, together."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern(name), []).append(name)
+    return groups
+
+
+def short_names(names: Iterable[str]) -> list[str]:
+    """Module names with list positions as ``*``, each once: ``mlp.experts.*.up_proj``."""
+    return list(dict.fromkeys(pattern(name) for name in names))
