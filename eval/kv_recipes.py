@@ -32,8 +32,8 @@ SHRINK = (0.9, 0.8, 0.7)
 
 @dataclass(frozen=True)
 class Side:
-    """How keys or values are rounded. along: "channel" (one scale per channel over ``group`` tokens) or "token" (per token over ``group``
-    channels). rotate: a Hadamard rotation of the head first. search: the group's range is shrunk from either end where that costs less.
+    """How keys or values are rounded. along: "channel" (one scale per channel over ``group`` tokens), "token" (per token over ``group``
+    channels) or "static" (one scale per channel from other text, clipped where the mean squared error is least). rotate: a Hadamard rotation of the head first. search: the group's range is shrunk from either end where that costs less.
     early: keys before rotary. mean: each channel's mean over the first 512 tokens is taken off first."""
 
     bits: int = 16
@@ -46,6 +46,8 @@ class Side:
 
     def stored(self, head_dim: int) -> float:
         """Bits per number, fp16 scale and minimum of each group included."""
+        if self.along == "static":
+            return self.bits
         group = min(self.group, head_dim) if self.along == "token" else self.group
         return 16 if self.bits == 16 else self.bits + 32 / group
 
@@ -64,6 +66,10 @@ def channel(bits: int, group: int = 64, **more: Any) -> Side:
 
 def token(bits: int, group: int = 64, **more: Any) -> Side:
     return Side(bits, "token", group, **more)
+
+
+def static(bits: int) -> Side:
+    return Side(bits, "static", 64, search=True)
 
 
 EXACT = Side()
@@ -87,6 +93,17 @@ RECIPES = {
     "kv3": Recipe(channel(3, search=True), token(3, rotate=True, search=True)),
     "kv2-g32": Recipe(channel(2, 32, search=True), token(2, 32, rotate=True, search=True), recent=128),
     "kv2-g64": Recipe(channel(2, search=True), token(2, rotate=True, search=True), recent=128),
+    "kv8-static": Recipe(static(8), static(8)),
+    "kv4-static": Recipe(static(4), static(4)),
+    "k4-static": Recipe(static(4), EXACT),
+    "v4-static": Recipe(EXACT, static(4)),
+    "kv2-static": Recipe(static(2), static(2), recent=128),
+    "kv2-g32-early": Recipe(
+        channel(2, 32, search=True, early=True), token(2, 32, rotate=True, search=True), recent=128
+    ),
+    "kv2-g32-plain": Recipe(channel(2, 32, search=True), token(2, 32, search=True), recent=128),
+    "k4v2-plain": Recipe(channel(4), token(2, search=True)),
+    "kv3-plain": Recipe(channel(3, search=True), token(3, search=True)),
     "kivi2": Recipe(channel(2, 32), token(2, 32), recent=128, first=0),
     "kivi2-first4": Recipe(channel(2, 32), token(2, 32), recent=128),
     "kivi4": Recipe(channel(4, 32), token(4, 32), recent=128, first=0),
@@ -127,10 +144,33 @@ def half_turn(x: Tensor) -> Tensor:
     return torch.cat([-x[..., half:], x[..., :half]], -1)
 
 
-def stored(x: Tensor, side: Side, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """``[batch, heads, tokens, dim]`` as a cache would give it back."""
+def with_static_scales(x: Tensor, bits: int, sample: Tensor) -> Tensor:
+    """One scale and minimum per channel, those that round ``sample [heads, tokens, dim]`` with the least squared error."""
+    low, high = sample.amin(1, keepdim=True), sample.amax(1, keepdim=True)
+    top, best = (1 << bits) - 1, torch.full_like(low, torch.inf)
+    chosen = [low, high]
+    for left in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+        for right in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
+            centre = sample.mean(1, keepdim=True)
+            ends = centre + (low - centre) * left, centre + (high - centre) * right
+            scale = ((ends[1] - ends[0]) / top).clamp(min=1e-6)
+            error = (
+                (torch.round((sample - ends[0]) / scale).clamp_(0, top) * scale + ends[0] - sample)
+                .square()
+                .sum(1, keepdim=True)
+            )
+            chosen = [torch.where(error < best, new, old) for new, old in zip(ends, chosen, strict=True)]
+            best = torch.minimum(error, best)
+    scale = ((chosen[1] - chosen[0]) / top).clamp(min=1e-6)
+    return torch.round((x - chosen[0]) / scale).clamp_(0, top) * scale + chosen[0]
+
+
+def stored(x: Tensor, side: Side, angles: tuple[Tensor, Tensor], sample: Tensor) -> Tensor:
+    """``[batch, heads, tokens, dim]`` as a cache would give it back. sample: of another text, ``[heads, tokens, dim]``."""
     if side.bits == 16:
         return x
+    if side.along == "static":
+        return with_static_scales(x, side.bits, sample)
     cos, sin = (a[:, None] for a in angles)
     if side.early:
         x = x * cos - half_turn(x) * sin
@@ -156,14 +196,22 @@ class Attention:
 
     def __init__(self) -> None:
         self.recipe = Recipe(EXACT, EXACT)
+        self.sampling = False
 
     def __call__(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float | None = None,
         sliding_window: int | None = None, **given: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         recipe, tokens = self.recipe, q.shape[2]
+        if self.sampling:
+            module.sample = (k[0, :, recipe.first :], v[0, :, recipe.first :])
         tile = recipe.keys.group if recipe.keys.along == "channel" else 1
-        kept = [stored(k, recipe.keys, module.angles), stored(v, recipe.values, module.angles), k, v]
+        samples = module.sample if hasattr(module, "sample") else (k[0], v[0])
+        kept = [
+            stored(x, side, module.angles, sample)
+            for x, side, sample in zip((k, v), (recipe.keys, recipe.values), samples, strict=True)
+        ]
+        kept += [k, v]
         cached_k, cached_v, k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in kept)
         at, out = torch.arange(tokens), torch.empty_like(q)
         for start in range(0, tokens, 256):
@@ -201,9 +249,13 @@ def remember_angles(layer: Any, args: tuple[Any, ...], given: dict[str, Any]) ->
 class Judge:
     """Hidden states of the exact cache, and the distance of others from them."""
 
-    def __init__(self, model: Any, ids: Tensor) -> None:
+    def __init__(self, model: Any, ids: Tensor, calibration: Tensor) -> None:
         self.module, self.ids = model.module, ids
         self.attention = install(self.module)
+        self.attention.sampling = True
+        with torch.inference_mode():
+            self.module.base_model(input_ids=calibration[None], use_cache=False)
+        self.attention.sampling = False
         count = min(POSITIONS, ids.shape[1] - 1)
         self.chosen = [
             torch.randperm(ids.shape[1] - 1, generator=torch.Generator().manual_seed(i))[:count].sort().values
@@ -248,10 +300,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     model = quantkit.load(given.model, device="cpu", dtype="float32", kv_bits=16)
-    ids = torch.tensor(
-        model.tokenizer(load_text(given.data, split="evaluation").text, add_special_tokens=False)["input_ids"]
+    ids, other = (
+        torch.tensor(model.tokenizer(load_text(given.data, split=split).text, add_special_tokens=False)["input_ids"])
+        for split in ("evaluation", "calibration")
     )
-    judge = Judge(model, ids[: given.windows * given.context].view(given.windows, given.context))
+    judge = Judge(
+        model, ids[: given.windows * given.context].view(given.windows, given.context), other[: given.context]
+    )
     head_dim = int(getattr(model.module.config, "head_dim", None) or 64)
     rows = {}
     for name, recipe in RECIPES.items():
