@@ -1,77 +1,142 @@
-"""KVScheme and KVScales: how the keys and values of a cache become integers, and the calibrated scales that do it.
+"""KVScheme: how the keys and values of a cache are kept, layer by layer, and the calibrated scales of the static kind.
 
-A scale belongs to one layer, one key/value head and one group of channels; it is static, that is, the same for every
-token. ``code = clamp(round(x / scale) + zero, 0, 2**bits - 1)`` and ``x ~ (code - zero) * scale``. Unlike the zeros of
-weights, a zero here is any whole number: the keys of a biased projection may lie wholly on one side of 0, and their
-range then need not contain it.
+The numbers themselves are in ``kvpages.py``. A scheme belongs to one layer; a model has one for each of its attention modules
+(``KVPlan``), all alike unless a budget has given them different bits.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, RequestError
 
-KV_BITS = (16, 8, 4)
+KV_BITS = (16, 8, 4, 3, 2)
+PAGE_TOKENS = 64  # tokens of a page: keys of one channel share a scale along them
+FIRST_EXACT = 4  # attention sinks: keys unlike all others, which everything attends to
+_PAIR = re.compile(r"k(\d+)v(\d+)")
+
+Scales = Literal["online", "static", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
 class KVScheme:
-    """bits: 16 (not quantized), 8 or 4, keys and values alike. group_size: channels of a head that share a scale.
+    """keys, values: bits, 16 (not quantized), 8, 4, 3 or 2. scales: "online" (each page of keys and each token of values has its
+    own), "static" (one per channel, calibrated by convert) or "fp8" (8 bits as E4M3 floats with one calibrated scale for all keys and one for
+    all values, what other engines call an fp8 cache). group_size: channels of a token's value that share an online scale.
+    recent: newest tokens that stay at 16 bits at least; first: tokens at the beginning of a sequence that do.
 
     Raises RequestError for a value outside its range.
 
-    >>> KVScheme(bits=4).width(80)      # 64 does not divide 80; 40 is the largest divisor up to 64
+    >>> KVScheme.of("k4v2").label, KVScheme.of(8).label, KVScheme.of(2).recent
+    ('k4v2', 8, 128)
+    >>> KVScheme().width(80)      # 64 does not divide 80; 40 is the largest divisor up to 64
     40
     """
 
-    bits: int = 16
+    keys: int = 16
+    values: int = 16
+    scales: Scales = "online"
     group_size: int = 64
+    recent: int = 64
+    first: int = FIRST_EXACT
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in KV_BITS:
-            raise RequestError(f"kv_bits={self.bits}: the KV cache is kept at {', '.join(map(str, KV_BITS))} bits.")
+        for bits in (self.keys, self.values):
+            if isinstance(bits, bool) or bits not in KV_BITS:
+                raise RequestError(f"kv_bits={bits}: the KV cache is kept at {', '.join(map(str, KV_BITS))} bits.")
+        if self.scales not in ("online", "static", "fp8"):
+            raise RequestError(f"kv_scales={self.scales!r}: online, static or fp8.")
+        if self.scales == "fp8" and (self.keys, self.values) != (8, 8):
+            raise RequestError(f"kv_scales=fp8 with kv_bits={self.label}: fp8 has 8 bits; use --kv-bits fp8.")
         if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 1:
+            raise RequestError(f"kv group_size={self.group_size}: a positive number of channels (64).")
+        if self.recent < 1 or not 0 <= self.first < PAGE_TOKENS:
             raise RequestError(
-                f"kv group_size={self.group_size}: a positive number of channels (64, or 1 for per channel)."
+                f"kv recent={self.recent}, first={self.first}: at least 1 newest token, and less than {PAGE_TOKENS} first ones."
             )
 
+    @classmethod
+    def of(cls, bits: int | str, scales: Scales = "online") -> KVScheme:
+        """The scheme of ``--kv-bits``: 8, "8" or "k4v2". With 2-bit keys the newest 128 tokens stay at 16 bits, else 64.
+
+        Raises RequestError for anything else.
+        """
+        text = str(bits).strip().lower()
+        if text == "fp8":
+            return cls(8, 8, "fp8")
+        pair = _PAIR.fullmatch(text)
+        if pair is None and not text.isdecimal():
+            raise RequestError(f"--kv-bits {bits}: {', '.join(map(str, KV_BITS))}, fp8, or keys and values apart: k4v2.")
+        keys, values = (int(n) for n in pair.groups()) if pair else (int(text), int(text))
+        return cls(keys, values, scales, recent=128 if keys == 2 else 64)
+
     @property
-    def levels(self) -> int:
-        """Number of codes."""
-        return 1 << self.bits
+    def quantized(self) -> bool:
+        return min(self.keys, self.values) < 16
+
+    @property
+    def label(self) -> int | str:
+        """Bits as the command line takes them."""
+        if self.scales == "fp8":
+            return "fp8"
+        return self.keys if self.keys == self.values else f"k{self.keys}v{self.values}"
 
     def width(self, head_dim: int) -> int:
-        """Channels per group: the largest divisor of ``head_dim`` that is at most ``group_size``."""
+        """Channels of a value that share an online scale: the largest divisor of ``head_dim`` that is at most ``group_size``."""
         return next(w for w in range(min(self.group_size, head_dim), 0, -1) if head_dim % w == 0)
 
     def groups(self, head_dim: int) -> int:
         """Groups per head; always equal in size."""
         return head_dim // self.width(head_dim)
 
-    def bytes_per_token(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one token's key and value take in one layer (``dtype`` is what 16 bit means at run time)."""
-        if self.bits == 16:
-            return 2 * kv_heads * head_dim * dtype.itemsize
-        return 2 * kv_heads * -(-head_dim * self.bits // 8)
+    def page_bytes(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one packed page of 64 tokens, keys and values, scales included (``dtype``: what 16 bit means at run time)."""
+        keys = PAGE_TOKENS * row_bytes(head_dim, self.keys, dtype)
+        values = PAGE_TOKENS * row_bytes(head_dim, self.values, dtype)
+        if self.scales == "online":
+            keys += 4 * head_dim if self.keys < 16 else 0
+            values += 4 * PAGE_TOKENS * self.groups(head_dim) if self.values < 16 else 0
+        return kv_heads * (keys + values)
+
+    def bytes_per_token(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> float:
+        """Bytes that one token's key and value take in one layer, once they are packed."""
+        return self.page_bytes(kv_heads, head_dim, dtype) / PAGE_TOKENS
+
+    def cache_bytes(self, tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of the pages of one sequence in one layer without a sliding window: packed ones, those of the 16-bit tail, and the first tokens."""
+        exact = 2 * kv_heads * head_dim * dtype.itemsize
+        packed = max(0, tokens + 1 - self.recent) // PAGE_TOKENS if self.quantized else 0
+        tail = -(-tokens // PAGE_TOKENS) - packed
+        sinks = self.first * exact if self.quantized else 0
+        return packed * self.page_bytes(kv_heads, head_dim, dtype) + tail * PAGE_TOKENS * exact + sinks
+
+
+def row_bytes(channels: int, bits: int, dtype: torch.dtype) -> int:
+    """Bytes of one token of one head without its scales; three bits are a plane of two and a plane of one."""
+    if bits == 16:
+        return channels * dtype.itemsize
+    if bits == 3:
+        return -(-channels // 4) + -(-channels // 8)
+    return -(-channels * bits // 8)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerScales:
-    """Scales of one layer, each float32 ``[kv_heads, groups]``: scales finite and positive, zeros finite whole numbers.
+    """Static scales of one layer, each float32 ``[kv_heads, head_dim]``: ``x ~ code * scale + low``; scales finite and positive.
 
-    Raises CheckpointError naming the field if that does not hold.
+    Those of values are for rotated ones (``kvpages.rotate``); those of fp8 are not rotated, are all equal, and their lows are 0. Raises CheckpointError naming the field if that does not hold.
     """
 
     k_scale: Tensor
-    k_zero: Tensor
+    k_low: Tensor
     v_scale: Tensor
-    v_zero: Tensor
-    head_dim: int
+    v_low: Tensor
 
     def __post_init__(self) -> None:
         shape = self.k_scale.shape
@@ -79,41 +144,46 @@ class LayerScales:
             value: Tensor = getattr(self, name)
             if value.dtype != torch.float32 or value.dim() != 2 or value.shape != shape:
                 raise CheckpointError(
-                    f"{name} is {value.dtype} {list(value.shape)}, expected float32 [kv_heads, groups] {list(shape)}"
+                    f"{name} is {value.dtype} {list(value.shape)}, expected float32 [kv_heads, head_dim] {list(shape)}"
                 )
-            if not bool(torch.isfinite(value).all()) or (name.endswith("scale") and bool((value <= 0).any())):
-                raise CheckpointError(
-                    f"{name} holds a value that is not finite{' and positive' if name.endswith('scale') else ''}"
-                )
-            if name.endswith("zero") and not torch.equal(value, value.round()):
-                raise CheckpointError(f"{name} holds a value that is no whole number")
-        if self.head_dim < 1 or self.head_dim % shape[1]:
-            raise CheckpointError(f"{shape[1]} groups do not divide head_dim {self.head_dim}")
+            positive = name.endswith("scale")
+            if not bool(torch.isfinite(value).all()) or (positive and bool((value <= 0).any())):
+                raise CheckpointError(f"{name} holds a value that is not finite{' and positive' if positive else ''}")
 
 
-SCALE_NAMES = tuple(f.name for f in fields(LayerScales) if f.name != "head_dim")
+SCALE_NAMES = ("k_scale", "k_low", "v_scale", "v_low")
 
 
 @dataclass(frozen=True, slots=True)
-class KVScales:
-    """The calibrated scales of a model, by the name of each attention module (``model.layers.0.self_attn``)."""
+class KVPlan:
+    """How a model's cache is kept. scheme: where ``layers`` does not say otherwise. layers: by the name of the attention module
+    (``model.layers.0.self_attn``). static: calibrated scales by the same names, for the bits of that layer."""
 
-    scheme: KVScheme
-    layers: Mapping[str, LayerScales]
+    scheme: KVScheme = field(default_factory=KVScheme)
+    layers: Mapping[str, KVScheme] = field(default_factory=dict)
+    static: Mapping[str, LayerScales] = field(default_factory=dict)
 
+    def of(self, name: str) -> KVScheme:
+        """The scheme of one attention module."""
+        return self.layers.get(name, self.scheme)
 
-def kv_quantize(x: Tensor, scale: Tensor, zero: Tensor, levels: int) -> Tensor:
-    """Codes of keys or values: float ``[..., kv_heads, tokens, head_dim]`` -> uint8 of the same shape.
+    @property
+    def quantized(self) -> bool:
+        return self.scheme.quantized or any(one.quantized for one in self.layers.values())
 
-    scale, zero: float32 ``[kv_heads, groups]``. The one definition; kernels are tested against it.
-    """
-    heads, tokens, head_dim = x.shape[-3:]
-    grouped = x.float().reshape(*x.shape[:-1], scale.shape[1], head_dim // scale.shape[1])
-    codes = torch.round(grouped / scale[:, None, :, None]).add_(zero[:, None, :, None]).clamp_(0, levels - 1)
-    return codes.to(torch.uint8).reshape(*x.shape[:-3], heads, tokens, head_dim)
+    def with_scales(self, scales: Scales) -> KVPlan:
+        """The same bits with other scales."""
+        return KVPlan(
+            replace(self.scheme, scales=scales),
+            {name: replace(one, scales=scales) for name, one in self.layers.items()},
+            self.static,
+        )
 
-
-def kv_dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """``(code - zero) * scale``: uint8 ``[..., kv_heads, tokens, head_dim]`` -> float32 of the same shape."""
-    grouped = codes.float().reshape(*codes.shape[:-1], scale.shape[1], codes.shape[-1] // scale.shape[1])
-    return grouped.sub_(zero[:, None, :, None]).mul_(scale[:, None, :, None]).reshape(codes.shape)
+    @property
+    def label(self) -> int | str:
+        """Bits as the command line takes them, or the average of layers that differ."""
+        schemes = list(self.layers.values())
+        if not schemes or len(set(schemes)) == 1:
+            return (schemes[0] if schemes else self.scheme).label
+        mean = sum(one.keys + one.values for one in schemes) / (2 * len(schemes))
+        return f"{mean:.2f} on average"
