@@ -1,70 +1,91 @@
-"""quantkit_kv.safetensors: the calibrated scales of a quantized KV cache, beside the weights of any format.
+"""quantkit_kv.safetensors: how a model's KV cache is kept, beside the weights of any format. Other engines ignore the file.
 
-Tensors ``<attention module>.k_scale``, ``.k_zero``, ``.v_scale``, ``.v_zero``, float32 ``[kv_heads, groups]``. The file's
-metadata entry ``quantkit_kv`` is JSON::
+The metadata entry ``quantkit_kv`` is JSON; a scheme holds the fields of ``core.kvscheme.KVScheme``::
 
-    {"version": 1, "bits": 4, "group_size": 64,
-     "layers": {"model.layers.0.self_attn": {"head_dim": 64, "group_size": 64}, ...}}
+    {"version": 2,
+     "scheme": {"keys": 4, "values": 4, "scales": "online", "group_size": 64, "recent": 64, "first": 4},
+     "layers": {"model.layers.0.self_attn": {"keys": 4, "values": 2, ...}, ...},     layers that differ, or all
+     "static": ["model.layers.0.self_attn", ...]}
 
-``group_size`` inside ``layers`` is the one used, where 64 does not divide the head. Other engines ignore the file.
-A scale that is missing is an error, never a silent 1.
+Each module under ``static`` has the tensors ``<module>.k_scale``, ``.k_low``, ``.v_scale``, ``.v_low``, float32
+``[kv_heads, head_dim]``: calibrated for the bits of that module, whichever scales the scheme uses. A scale that is missing is an error,
+never a silent 1.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from quantkit.core.kvscheme import SCALE_NAMES, KVScales, KVScheme, LayerScales
+from quantkit.core.kvscheme import SCALE_NAMES, KVPlan, KVScheme, LayerScales
 from quantkit.errors import CheckpointError, RequestError
 
 FILE_NAME = "quantkit_kv.safetensors"
 _KEY = "quantkit_kv"
-_VERSION = 1
+_VERSION = 2
+_FIELDS = {field.name for field in fields(KVScheme)}
+_AGAIN = "Convert again with --kv-bits."
 
 
-def write_kv_scales(folder: Path, scales: KVScales) -> Path:
-    """Write the file into a checkpoint folder and return its path."""
+def write_kv_plan(folder: Path, plan: KVPlan) -> Path:
+    """Write the file into a checkpoint folder and return its path. Raises CheckpointError for a layer without the scales it needs."""
     from safetensors.torch import save_file
 
-    layers = {
-        name: {"head_dim": layer.head_dim, "group_size": layer.head_dim // layer.k_scale.shape[1]}
-        for name, layer in scales.layers.items()
+    path = folder / FILE_NAME
+    _complete(path, plan)
+    meta = {
+        "version": _VERSION,
+        "scheme": asdict(plan.scheme),
+        "layers": {name: asdict(scheme) for name, scheme in plan.layers.items()},
+        "static": sorted(plan.static),
     }
-    meta = {"version": _VERSION, "bits": scales.scheme.bits, "group_size": scales.scheme.group_size, "layers": layers}
     tensors = {
         f"{name}.{part}": getattr(layer, part).contiguous()
-        for name, layer in scales.layers.items()
+        for name, layer in plan.static.items()
         for part in SCALE_NAMES
     }
-    path = folder / FILE_NAME
     save_file(tensors, path, metadata={_KEY: json.dumps(meta, sort_keys=True)})
     return path
 
 
-def read_kv_scales(folder: Path) -> KVScales | None:
-    """The scales of a checkpoint folder, or None if it has none.
+def read_kv_plan(folder: Path) -> KVPlan | None:
+    """What a checkpoint folder says of its cache, or None if it says nothing.
 
-    Raises CheckpointError for a damaged file, a layer without one of its scales, or scales that no layer claims.
+    Raises CheckpointError for a damaged file, one of another version, a layer without one of its scales, or scales that no layer claims.
     """
     path = folder / FILE_NAME
     if not path.exists():
         return None
     meta, tensors = _read(path)
     try:
-        scheme = KVScheme(int(meta["bits"]), int(meta["group_size"]))
-        claimed = {
-            str(name): (int(entry["head_dim"]), int(entry["group_size"])) for name, entry in meta["layers"].items()
-        }
+        if set(meta) != {"version", "scheme", "layers", "static"}:
+            raise ValueError(f"entries {sorted(meta)}")
+        scheme = _scheme(meta["scheme"])
+        layers = {str(name): _scheme(entry) for name, entry in meta["layers"].items()}
+        static = _names(meta["static"])
     except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
-        raise CheckpointError(f"{path}: metadata is damaged ({error!r}). Convert again with --kv-bits.") from error
-    layers = {name: _layer(path, name, *entry, tensors) for name, entry in claimed.items()}
+        raise CheckpointError(f"{path}: its metadata is damaged ({error}). {_AGAIN}") from error
+    plan = KVPlan(scheme, layers, {name: _layer(path, name, tensors) for name in static})
     if tensors:
-        raise CheckpointError(f"{path}: holds {sorted(tensors)[0]!r}, which belongs to no layer its metadata names.")
-    return KVScales(scheme, layers)
+        raise CheckpointError(
+            f"{path}: holds {sorted(tensors)[0]!r}, which belongs to no module that its metadata names. {_AGAIN}"
+        )
+    _complete(path, plan)
+    return plan
+
+
+def _complete(path: Path, plan: KVPlan) -> None:
+    """Scales that a scheme reads are there: of each named layer, or of any where none is named."""
+    for name, scheme in plan.layers.items():
+        if scheme.quantized and scheme.scales != "online" and name not in plan.static:
+            raise CheckpointError(f"{path}: lacks the {scheme.scales} scales of {name!r}. {_AGAIN}")
+    if plan.scheme.quantized and plan.scheme.scales != "online" and not plan.static:
+        raise CheckpointError(f"{path}: holds no {plan.scheme.scales} scales, which its scheme needs. {_AGAIN}")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -74,32 +95,40 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             meta = json.loads((file.metadata() or {}).get(_KEY, "{}"))
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not a whole file of KV scales ({error}). {_AGAIN}") from error
+    found = meta.get("version") if isinstance(meta, dict) else meta
+    if found == 1 and found is not True:
         raise CheckpointError(
-            f"{path}: not a whole file of KV scales ({error}). Convert again with --kv-bits."
-        ) from error
-    if not isinstance(meta, dict) or meta.get("version") != _VERSION:
-        found = meta.get("version") if isinstance(meta, dict) else meta
-        raise CheckpointError(
-            f"{path}: version {found!r}, this quantkit reads version {_VERSION}. Convert again with --kv-bits."
+            f"{path}: version 1, an older quantkit's: its scales are for other pages than this quantkit keeps. {_AGAIN}"
         )
+    if found != _VERSION:
+        raise CheckpointError(f"{path}: version {found!r}, this quantkit reads version {_VERSION}. {_AGAIN}")
     return meta, tensors
 
 
-def _layer(path: Path, name: str, head_dim: int, group_size: int, tensors: dict[str, Tensor]) -> LayerScales:
+def _scheme(entry: Mapping[str, Any]) -> KVScheme:
+    if not isinstance(entry, dict) or set(entry) != _FIELDS:
+        raise ValueError(f"a scheme needs {sorted(_FIELDS)}, found {entry!r}")
+    numbers = [entry[name] for name in sorted(_FIELDS - {"scales"})]
+    if any(type(number) is not int for number in numbers):
+        raise ValueError(f"a scheme of numbers that are not whole: {entry!r}")
+    return KVScheme(**entry)
+
+
+def _names(found: Any) -> list[str]:
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
+        raise ValueError(f"'static' is {found!r}, not a list of different names")
+    return found
+
+
+def _layer(path: Path, name: str, tensors: dict[str, Tensor]) -> LayerScales:
     parts = {}
     for part in SCALE_NAMES:
         if f"{name}.{part}" not in tensors:
-            raise CheckpointError(
-                f"{path}: lacks '{name}.{part}'. The KV cache cannot be used; convert again with --kv-bits."
-            )
+            raise CheckpointError(f"{path}: lacks '{name}.{part}'. {_AGAIN}")
         parts[part] = tensors.pop(f"{name}.{part}")
     try:
-        layer = LayerScales(**parts, head_dim=head_dim)
+        return LayerScales(**parts)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {name}: {error}") from error
-    if layer.k_scale.shape[1] * group_size != head_dim:
-        raise CheckpointError(
-            f"{path}: {name}: {layer.k_scale.shape[1]} groups of {group_size} are not head_dim {head_dim}."
-        )
-    return layer
+        raise CheckpointError(f"{path}: {name}: {error}. {_AGAIN}") from error
