@@ -1,7 +1,7 @@
 """Attention over the paged cache: the seam between our cache and the transformers model definition.
 
 Keys reach ``Cache.update`` after rotary. ``update`` appends them to the pages and gives the model's own attention dense keys and
-values decoded from those pages, so every architecture, mask and attention variant of transformers works unchanged.
+values decoded from those pages, sequences aligned at their ends (``Model.step`` masks what lies before them), so every architecture, mask and attention variant of transformers works unchanged.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.kvscheme import KVScales, KVScheme
-from quantkit.errors import CheckpointError, RequestError, UnsupportedModel
-from quantkit.runtime.cache import KVCache, LayerSpec, PagedLayer, layer_spec
+from quantkit.core.kvscheme import KVPlan
+from quantkit.errors import CheckpointError, UnsupportedModel
+from quantkit.runtime.cache import KVCache
+from quantkit.runtime.paged import LayerSpec, PagedLayer, layer_spec
 
 # What config.layer_types may hold; other kinds (linear attention, chunked) keep states that are no keys and values.
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -68,32 +69,30 @@ def cached_heads(config: Any) -> int:
     return int(named or config.num_attention_heads)
 
 
-def layer_specs(
-    model: Any, scheme: KVScheme, scales: KVScales | None, dtype: torch.dtype, device: torch.device
-) -> list[LayerSpec]:
-    """One spec per layer. Raises CheckpointError naming the module whose scales are missing or do not fit the model."""
+def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.device) -> list[LayerSpec]:
+    """One spec per layer. Raises CheckpointError naming the module whose scheme or scales are missing or do not fit the model."""
     windows = layer_windows(model.config)
-    if scheme.bits == 16:
-        return [layer_spec(None, 16, dtype, device, window) for window in windows]
-    if scales is None or scales.scheme.bits != scheme.bits:
-        has = "no KV scales" if scales is None else f"KV scales for {scales.scheme.bits} bits"
-        raise RequestError(
-            f"kv_bits={scheme.bits}: the checkpoint has {has}. Convert with --kv-bits {scheme.bits}, or use --kv-bits 16."
-        )
+    if not plan.quantized:
+        return [LayerSpec(dtype, window) for window in windows]
     names = attention_modules(model)
+    unknown = sorted(set(plan.layers) - set(names.values()))
+    absent = sorted(set(names.values()) - set(plan.layers)) if plan.layers else []
+    if unknown or absent:
+        what = f"{unknown[0]!r}, which this model has not" if unknown else f"all attention modules but {absent[0]!r}"
+        raise CheckpointError(f"the KV cache is described for {what}. Convert again with --kv-bits.")
     heads = cached_heads(model.config)
     specs = []
     for index, window in enumerate(windows):
-        layer = scales.layers.get(names[index])
-        if layer is None:
-            raise CheckpointError(
-                f"no KV scales for {names[index]!r}. The checkpoint is incomplete; convert again with --kv-bits."
-            )
-        if layer.k_scale.shape[0] != heads:
-            raise CheckpointError(
-                f"{names[index]}: KV scales for {layer.k_scale.shape[0]} heads, the model has {heads}."
-            )
-        specs.append(layer_spec(layer, scheme.bits, dtype, device, window))
+        name = names[index]
+        scheme, static = plan.of(name), plan.static.get(name)
+        if scheme.quantized and scheme.scales != "online":
+            if static is None:
+                raise CheckpointError(
+                    f"no {scheme.scales} KV scales for {name!r}. Convert with --kv-bits {scheme.label}, or use --kv-scales online."
+                )
+            if static.k_scale.shape[0] != heads:
+                raise CheckpointError(f"{name}: KV scales for {static.k_scale.shape[0]} heads, the model has {heads}.")
+        specs.append(layer_spec(scheme, static, dtype, device, window))
     return specs
 
 
@@ -121,21 +120,28 @@ def _classes() -> tuple[Any, Any]:
             if layer.spec.window is not None:
                 self.sliding_window = layer.spec.window
             self.is_initialized = True
+            self.tokens = 0  # of the step that is under way
+
+        def expect(self, tokens: int) -> None:
+            """A step of so many tokens begins; the layer has been told whose they are."""
+            self.tokens = tokens
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             """Nothing: the pool is made by the first append."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.tokens = 0
             self.layer.append(key_states, value_states)
             keys, values = self.layer.read()
             self.layer.trim()
             return keys, values
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            return self.layer.length - self.layer.start + query_length, self.layer.start
+            length, start = self.layer.coming
+            return length - start, start
 
         def get_seq_length(self) -> int:
-            return self.layer.length
+            return self.layer.coming[0] - self.tokens if self.tokens else self.layer.length
 
         def get_max_length(self) -> int:
             return -1

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantkit.core.kvscheme import PAGE_TOKENS
 from quantkit.errors import RequestError
 from quantkit.runtime.attention import transformers_cache
 from quantkit.runtime.cache import KVCache
@@ -59,8 +60,9 @@ class Steps(Protocol):
     @property
     def tokenizer(self) -> Any: ...
     def new_cache(self, capacity: int) -> KVCache: ...
-    def step(self, ids: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-        """ids ``[batch, tokens]`` -> final hidden states ``[batch, tokens, hidden]``, keys and values cached."""
+    def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
+        """ids ``[batch, tokens]`` (of sequence b the last ``counts[b]``) -> final hidden states ``[batch, tokens, hidden]``, keys and values
+        cached."""
 
     def head(self, hidden: Tensor) -> Tensor: ...
 
@@ -144,8 +146,7 @@ def run(
         _sequence(model, row, prompt, one, end_tokens)
         for row, (prompt, one) in enumerate(zip(prompts, options, strict=True))
     ]
-    ids, mask = pad_left(prompts, model.device)
-    feed = _feed(model, live, ids, mask, ids.shape[1] + most)
+    feed = _feed(model, live, prompts, max(map(len, prompts)) + most)
     try:
         while live:
             chosen = feed.next()
@@ -162,25 +163,21 @@ def run(
         feed.close()
 
 
-def _feed(model: Steps, live: list[_Sequence], ids: Tensor, mask: Tensor | None, until: int) -> Feed:
+def _feed(model: Steps, live: list[_Sequence], prompts: Sequence[Sequence[int]], until: int) -> Feed:
     """Read the prompts; what follows is captured steps where there are such, else one step after the other."""
-    cache = model.new_cache(until)
-    seam = transformers_cache(cache)
-    logits = model.head(_prefill(model, ids, seam, mask))[:, -1]
+    cache, logits = _prefill(model, prompts, until)
     if model.loop is not None:
-        run: Feed | None = model.loop.begin(cache, mask, live, logits, until)
+        run: Feed | None = model.loop.begin(cache, live, logits, until)
         if run is not None:
             return run
-    return _Stepwise(model, live, cache, seam, mask, logits)
+    return _Stepwise(model, live, cache, transformers_cache(cache), logits)
 
 
 class _Stepwise:
     """Each token is chosen on the host, then the next step is started."""
 
-    def __init__(
-        self, model: Steps, live: list[_Sequence], cache: KVCache, seam: Any, mask: Tensor | None, logits: Tensor
-    ) -> None:
-        self._model, self._cache, self._seam, self._mask = model, cache, seam, mask
+    def __init__(self, model: Steps, live: list[_Sequence], cache: KVCache, seam: Any, logits: Tensor) -> None:
+        self._model, self._cache, self._seam = model, cache, seam
         self._samplers = [sequence.sampler for sequence in live]
         self._logits: Tensor | None = logits
         self._chosen: list[int] = []
@@ -189,18 +186,14 @@ class _Stepwise:
         logits, self._logits = self._logits, None
         if logits is None:
             step = torch.tensor([[token] for token in self._chosen], device=self._model.device)
-            if self._mask is not None:
-                self._mask = torch.cat([self._mask, self._mask.new_ones(len(step), 1)], dim=1)
-            logits = self._model.head(self._model.step(step, self._seam, self._mask))[:, -1]
+            logits = self._model.head(self._model.step(step, self._seam))[:, -1]
         self._chosen = [sampler(row) for sampler, row in zip(self._samplers, logits, strict=True)]
         return self._chosen
 
     def keep(self, kept: Sequence[int]) -> None:
         if not kept:
             return
-        rows = torch.tensor(kept, device=self._model.device)
-        self._cache.select(rows)
-        self._mask = None if self._mask is None else self._mask[rows]
+        self._cache.select(kept)
         self._samplers = [self._samplers[i] for i in kept]
         self._chosen = [self._chosen[i] for i in kept]
 
@@ -219,26 +212,48 @@ def _sequence(
     return _Sequence(row, Sampler(options, list(ids)), stream, options, len(ids), ends)
 
 
-def _prefill(model: Steps, ids: Tensor, seam: Any, mask: Tensor | None) -> Tensor:
-    """Read the prompt; hidden state of its last token ``[batch, 1, hidden]``."""
-    hidden = torch.empty(0)
+def _prefill(model: Steps, prompts: Sequence[Sequence[int]], until: int) -> tuple[KVCache, Tensor]:
+    """Read the prompts; the cache and the logits of their last tokens ``[batch, vocab]``. What all of them begin with is read once."""
+    shared = shared_pages(prompts)
+    cache = model.new_cache(until)
+    if shared:
+        _read(model, cache, [prompts[0][:shared]])
+        cache = cache.fork([0] * len(prompts))
+    hidden = _read(model, cache, [prompt[shared:] for prompt in prompts])
+    return cache, model.head(hidden[:, -1:])[:, -1]
+
+
+def _read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Final hidden states of the last chunk."""
+    seam, hidden = transformers_cache(cache), torch.empty(0)
+    ids, counts = pad_left(prompts, model.device)
     for first in range(0, ids.shape[1], PREFILL_TOKENS):
-        last = min(first + PREFILL_TOKENS, ids.shape[1])
-        hidden = model.step(ids[:, first:last], seam, None if mask is None else mask[:, :last])
-    return hidden[:, -1:]
+        chunk = ids[:, first : first + PREFILL_TOKENS]
+        last, tokens = first + chunk.shape[1], chunk.shape[1]
+        real = None if counts is None else [max(0, min(tokens, last - ids.shape[1] + count)) for count in counts]
+        hidden = model.step(chunk, seam, real)
+    return hidden
 
 
-def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Ids ``[batch, longest]`` padded on the left, and the mask (int64, 1 = real token), or None if nothing was padded.
+def shared_pages(prompts: Sequence[Sequence[int]]) -> int:
+    """Tokens in whole pages that all prompts begin with; each has at least one token more. 0 for a single prompt."""
+    if len(prompts) < 2:
+        return 0
+    same, least = 0, min(map(len, prompts))
+    while same < least - 1 and all(prompt[same] == prompts[0][same] for prompt in prompts):
+        same += 1
+    return same // PAGE_TOKENS * PAGE_TOKENS
 
-    The value of the padding id does not matter, because it is masked: 0 exists in every vocabulary.
+
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int] | None]:
+    """Ids ``[batch, longest]`` padded on the left, and the number of real ones of each, or None if nothing was padded.
+
+    The value of the padding id does not matter, because it is never kept: 0 exists in every vocabulary.
     """
     longest = max(len(ids) for ids in prompts)
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
-    if all(len(ids) == longest for ids in prompts):
-        return padded, None
-    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-    return padded, mask
+    counts = [len(ids) for ids in prompts]
+    return padded, None if min(counts) == longest else counts
 
 
 def check_length(prompt: int, max_tokens: int, context: int | None) -> None:

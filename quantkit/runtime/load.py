@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from quantkit.checkpoint.source import Source, TensorInfo, open_source, read_json
 from quantkit.core.activations import round_input
 from quantkit.core.host import release_free_memory
-from quantkit.core.kvscheme import KVScheme
+from quantkit.core.kvscheme import KVPlan, KVScheme, Scales
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError, SourceError
-from quantkit.formats.kv_scales import read_kv_scales
+from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.naming import Naming
 from quantkit.model.skeleton import Weights, build_skeleton, tied_parameters
@@ -39,7 +39,8 @@ def load(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
-    kv_bits: int | None = None,
+    kv_bits: int | str | None = None,
+    kv_scales: Scales | None = None,
     dequantize: bool = False,
     kernel: str | None = None,
     head_bits: int | None = None,
@@ -50,7 +51,8 @@ def load(
 
     ref: named model, folder or GGUF file. device: "auto" (a GPU if there is one), "cpu", "cuda". dtype of activations and of
     weights that are not quantized: "auto", "float32", "bfloat16", "float16" (never on a CPU). kv_bits: None for what the
-    checkpoint was calibrated for (16 if it was not), or 16, 8, 4. dequantize: hold quantized weights as floats instead of packed
+    checkpoint was calibrated for (16 if it was not), or 16, 8, 4, 3, 2, "fp8", or keys and values apart: "k4v2". kv_scales: "online", which any
+    model can have, or "static", which ``convert`` calibrates; None for what the checkpoint says, else online. dequantize: hold quantized weights as floats instead of packed
     (for evaluation). kernel: None for the measured choice, or a name from ``runtime.linear.KERNELS`` for every layer.
     head_bits: 8 or 4 rounds a head that is stored dense (and the embedding tied to it) to groups of that many bits as it is loaded:
     the largest matrix of a small model; None keeps it exact. keep_dense: hold a float copy of every packed layer beside it, for
@@ -73,8 +75,8 @@ def load(
         raise RequestError(
             f"graphs=False (--no-graphs) has no effect on {where}: only a GPU captures graphs. Leave it out."
         )
-    requested = None if kv_bits is None else KVScheme(kv_bits)
     source = open_source(ref)
+    kv = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
     reader = QuantizedReader(source)
     module = build_skeleton(source.config, number)
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
@@ -88,10 +90,6 @@ def load(
                 layer.hold_dense(number)
     if where.type == "cuda":
         join_siblings(module, where)
-    scales = read_kv_scales(source.path) if source.path.is_dir() else None
-    scheme = requested or (scales.scheme if scales is not None else KVScheme())
-    if scales is not None and scheme.bits == scales.scheme.bits:
-        scheme = scales.scheme
     return Model(
         module,
         source.config,
@@ -99,10 +97,27 @@ def load(
         dtype=number,
         read_tokenizer=lambda: _tokenizer(source),
         end_tokens=end_tokens(source),
-        kv_scheme=scheme,
-        kv_scales=scales,
+        kv=kv,
         graphs=graphs,
     )
+
+
+def kv_plan(stored: KVPlan | None, bits: int | str | None, scales: Scales | None) -> KVPlan:
+    """What the cache is to be: what is stored where that has the bits that are asked for, else a scheme of its own, without calibrated scales.
+
+    Raises RequestError for unknown bits, and for scales without anything to scale.
+    """
+    if bits is None:
+        if stored is None and scales is not None:
+            raise RequestError(f"--kv-scales {scales} without --kv-bits: this checkpoint says nothing about its cache.")
+        plan = stored or KVPlan()
+    else:
+        plan = KVPlan(KVScheme.of(bits, scales or "online"))
+        if stored is not None and str(stored.label) == str(plan.label):
+            plan = stored
+    if scales is None or not plan.quantized:
+        return plan
+    return plan.with_scales(scales)
 
 
 def choose_device(device: str | torch.device) -> torch.device:

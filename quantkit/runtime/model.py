@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.kvscheme import KVScales, KVScheme
+from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan
 from quantkit.errors import RequestError
 from quantkit.runtime.attention import cached_heads, layer_specs, transformers_cache
-from quantkit.runtime.cache import PAGE_TOKENS, KVCache
+from quantkit.runtime.cache import KVCache
 from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.engine import Generation, Piece, run
 from quantkit.runtime.kernels.cpu_packed import HalfWeight
@@ -28,7 +28,7 @@ class Model:
     """What ``quantkit.load`` returns.
 
     config: the content of config.json. module: the transformers model with packed linears. tokenizer: read on first use.
-    kv_scheme: how the cache is kept. dtype, device: of activations. lean: whether decoding may leave the transformers
+    kv: how the cache is kept. dtype, device: of activations. lean: whether decoding may leave the transformers
     definition for a short step that was proved equal. graphs: whether that step is captured on a GPU, and runs ahead of the host.
     """
 
@@ -41,17 +41,16 @@ class Model:
         dtype: torch.dtype,
         read_tokenizer: Callable[[], Any],
         end_tokens: Sequence[int] = (),
-        kv_scheme: KVScheme | None = None,
-        kv_scales: KVScales | None = None,
+        kv: KVPlan | None = None,
         lean: bool = True,
         graphs: bool = True,
     ) -> None:
         self.module, self.config = module, config
         self.device, self.dtype = device, dtype
-        self.kv_scheme = kv_scheme or KVScheme()
+        self.kv = kv or KVPlan()
         self.end_tokens = tuple(end_tokens)
         self._read_tokenizer = read_tokenizer
-        self._specs = layer_specs(module, self.kv_scheme, kv_scales, dtype, device)
+        self._specs = layer_specs(module, self.kv, dtype, device)
         self._head = head_only(module)
         self._may_be_lean, self._may_capture = lean, graphs
 
@@ -105,14 +104,16 @@ class Model:
         return int(head.out_features)
 
     @property
-    def kv_bits(self) -> int:
-        """Bits of the KV cache; 16 stands for the run-time dtype."""
-        return self.kv_scheme.bits
+    def kv_bits(self) -> int | str:
+        """Bits of the KV cache as ``--kv-bits`` takes them (8, "k4v2"); 16 stands for the run-time dtype."""
+        return self.kv.label
 
     @property
-    def kv_stored_bits(self) -> int:
-        """Bits that a cached number really takes: those of the run-time dtype where the cache is not quantized."""
-        return self.dtype.itemsize * 8 if self.kv_bits == 16 else self.kv_bits
+    def kv_stored_bits(self) -> float:
+        """Bits that a cached number takes once it is packed, scales included; those of the run-time dtype where nothing is quantized."""
+        heads, dim = self._cached_shape()
+        token = sum(spec.scheme.bytes_per_token(heads, dim, self.dtype) for spec in self._specs)
+        return 8 * token / (2 * heads * dim * len(self._specs))
 
     @property
     def context(self) -> int | None:
@@ -124,21 +125,25 @@ class Model:
         """An empty cache; ``capacity``: tokens per sequence to reserve pages for."""
         return KVCache(self._specs, capacity)
 
-    def step(self, ids: Tensor, cache: Any, mask: Tensor | None = None) -> Tensor:
+    def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
         """Run tokens over a cache (``transformers_cache``), appending to it.
 
-        ids: int64 ``[batch, tokens]``. mask: int64 ``[batch, cached + tokens]``, 1 for real tokens, or None. Returns the final
-        hidden states ``[batch, tokens, hidden]``, after the last norm.
+        ids: int64 ``[batch, tokens]``. counts: how many of them, the last ones, each sequence has (the others are padding); None: all.
+        Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
         """
-        past = cache.layers[0].get_seq_length()
-        if ids.shape[1] == 1 and past and self.lean is not None:
-            quick: Tensor | None = self.lean(ids, cache.paged, mask)
+        paged, tokens = cache.paged, ids.shape[1]
+        if tokens == 1 and paged.length and counts is None and self.lean is not None:
+            quick: Tensor | None = self.lean(ids, paged)
             if quick is not None:
                 return quick
-        if mask is None:
-            position = torch.arange(past, past + ids.shape[1], device=ids.device)[None].expand_as(ids)
-        else:
-            position = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
+        lengths = torch.tensor(paged.expect(counts or [tokens] * len(ids), tokens), device=ids.device)[:, None]
+        for layer in cache.layers:
+            layer.expect(tokens)
+        longest = int(lengths.max())
+        position = (lengths - tokens + torch.arange(tokens, device=ids.device)).clamp(min=0)
+        mask = None
+        if int(lengths.min()) < longest:
+            mask = (torch.arange(longest, device=ids.device) >= longest - lengths).long()
         output = self.module.base_model(
             input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
         )
@@ -157,7 +162,7 @@ class Model:
             raise RequestError(
                 f"{ids.shape[1]} tokens are more than the model's context of {self.context}. Use shorter windows."
             )
-        if self.kv_bits == 16:
+        if not self.kv.quantized:
             hidden: Tensor = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return hidden
         seam = transformers_cache(self.new_cache(ids.shape[1]))
@@ -207,15 +212,19 @@ class Model:
         return None
 
     def memory(self) -> dict[str, int]:
-        """Bytes: ``quantized`` (packed weights with their scales), ``dense`` (all else), ``kv_per_token`` (whole pages, all layers)."""
+        """Bytes: ``quantized`` (packed weights with their scales), ``dense`` (all else), ``kv_per_token`` (in packed pages, all layers)."""
         weights = {m.packed for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}
         packed = sum(weight.nbytes() for weight in weights if not isinstance(weight, HalfWeight))  # a tied matrix once
         tensors = {t.data_ptr(): t.nbytes for t in [*self.module.parameters(), *self.module.buffers()]}
+        heads, dim = self._cached_shape()
+        token = sum(spec.scheme.bytes_per_token(heads, dim, self.dtype) for spec in self._specs)
+        return {"quantized": packed, "dense": sum(tensors.values()) - packed, "kv_per_token": round(token)}
+
+    def _cached_shape(self) -> tuple[int, int]:
+        """Heads of keys and values, and channels of each."""
         config = self.module.config
-        heads = cached_heads(config)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-        token = len(self._specs) * self.kv_scheme.bytes_per_token(heads, head_dim, self.dtype)
-        return {"quantized": packed, "dense": sum(tensors.values()) - packed, "kv_per_token": token}
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cached_heads(config), int(dim)
 
     def layouts(self) -> dict[str, int]:
         """Layers by the layout of their packed weight: ``{"int4": 210}``."""

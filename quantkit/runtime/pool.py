@@ -1,0 +1,72 @@
+"""Pools of cache pages: every page is held by one or more sequences, and free again when the last one drops it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Pool:
+    """Tensors ``[pages, *shape]``, one for each field, that grow together. Tensors move when a pool grows: keep no addresses."""
+
+    def __init__(self, fields: Fields, device: torch.device) -> None:
+        self.fields: dict[str, Tensor] = {
+            name: torch.zeros(0, *shape, dtype=dtype, device=device) for name, (shape, dtype) in fields.items()
+        }
+        self._free: list[int] = []
+        self._holders: Counter[int] = Counter()
+
+    @property
+    def pages(self) -> int:
+        """Pages there are, free ones included."""
+        return next(iter(self.fields.values())).shape[0]
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(f[:1].nbytes if len(f) else f.new_empty(1, *f.shape[1:]).nbytes for f in self.fields.values())
+
+    def in_use(self) -> int:
+        """Pages that some sequence holds, each counted once."""
+        return self.pages - len(self._free)
+
+    def reserve(self, pages: int) -> None:
+        """Have so many free pages."""
+        missing = pages - len(self._free)
+        if missing <= 0:
+            return
+        first = self.pages
+        for name, f in self.fields.items():
+            fresh = f.new_zeros(missing, *f.shape[1:])
+            self.fields[name] = torch.cat([f, fresh]) if first else fresh
+        self._free += range(first, first + missing)
+
+    def take(self, count: int) -> list[int]:
+        """Free pages, held once each; what lies in them is old. Pages taken together lie beside each other where they can."""
+        self.reserve(count)
+        taken, self._free = self._free[:count], self._free[count:]
+        self._holders.update(taken)
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more sequence holds these."""
+        self._holders.update(pages)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """One sequence less holds these."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+                self._free.append(page)
+
+    def copy(self, pages: list[int]) -> list[int]:
+        """New pages with the same content."""
+        fresh = self.take(len(pages))
+        for f in self.fields.values():
+            f[fresh] = f[pages]
+        return fresh
