@@ -76,7 +76,7 @@ def load(
             f"graphs=False (--no-graphs) has no effect on {where}: only a GPU captures graphs. Leave it out."
         )
     source = open_source(ref)
-    kv = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
+    plan = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
     reader = QuantizedReader(source)
     module = build_skeleton(source.config, number)
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
@@ -97,7 +97,7 @@ def load(
         dtype=number,
         read_tokenizer=lambda: _tokenizer(source),
         end_tokens=end_tokens(source),
-        kv=kv,
+        kv_plan=plan,
         graphs=graphs,
     )
 
@@ -115,8 +115,13 @@ def kv_plan(stored: KVPlan | None, bits: int | str | None, scales: Scales | None
         plan = KVPlan(KVScheme.of(bits, scales or "online"))
         if stored is not None and str(stored.label) == str(plan.label):
             plan = stored
-    if scales is None or not plan.quantized:
+    if scales is None or not plan.quantized or scales == plan.scheme.scales:
         return plan
+    if "fp8" in (scales, plan.scheme.scales):
+        raise RequestError(
+            f"--kv-scales {scales} on a cache of {plan.label} bits with {plan.scheme.scales} scales: what is calibrated for integers does not serve "
+            "fp8, nor the other way round. Convert again with the --kv-bits you want."
+        )
     return plan.with_scales(scales)
 
 

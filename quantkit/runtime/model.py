@@ -28,7 +28,7 @@ class Model:
     """What ``quantkit.load`` returns.
 
     config: the content of config.json. module: the transformers model with packed linears. tokenizer: read on first use.
-    kv: how the cache is kept. dtype, device: of activations. lean: whether decoding may leave the transformers
+    kv_plan: how the cache is kept. dtype, device: of activations. lean: whether decoding may leave the transformers
     definition for a short step that was proved equal. graphs: whether that step is captured on a GPU, and runs ahead of the host.
     """
 
@@ -41,16 +41,16 @@ class Model:
         dtype: torch.dtype,
         read_tokenizer: Callable[[], Any],
         end_tokens: Sequence[int] = (),
-        kv: KVPlan | None = None,
+        kv_plan: KVPlan | None = None,
         lean: bool = True,
         graphs: bool = True,
     ) -> None:
         self.module, self.config = module, config
         self.device, self.dtype = device, dtype
-        self.kv = kv or KVPlan()
+        self.kv_plan = kv_plan or KVPlan()
         self.end_tokens = tuple(end_tokens)
         self._read_tokenizer = read_tokenizer
-        self._specs = layer_specs(module, self.kv, dtype, device)
+        self._specs = layer_specs(module, self.kv_plan, dtype, device)
         self._head = head_only(module)
         self._may_be_lean, self._may_capture = lean, graphs
 
@@ -106,7 +106,7 @@ class Model:
     @property
     def kv_bits(self) -> int | str:
         """Bits of the KV cache as ``--kv-bits`` takes them (8, "k4v2"); 16 stands for the run-time dtype."""
-        return self.kv.label
+        return self.kv_plan.label
 
     @property
     def kv_stored_bits(self) -> float:
@@ -162,7 +162,7 @@ class Model:
             raise RequestError(
                 f"{ids.shape[1]} tokens are more than the model's context of {self.context}. Use shorter windows."
             )
-        if not self.kv.quantized:
+        if not self.kv_plan.quantized:
             hidden: Tensor = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return hidden
         seam = transformers_cache(self.new_cache(ids.shape[1]))

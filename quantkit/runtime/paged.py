@@ -237,7 +237,8 @@ class PagedLayer:
             count = sum(one is row for one, _ in jobs)
             exact.drop(row.exact_pages[:count])
             row.exact_pages = row.exact_pages[count:]
-            row.packed = row.base + count
+        for row in self.rows:
+            row.packed = max(row.packed, (row.length + 1 - packing.scheme.recent) // PAGE_TOKENS)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences only, each at most once; the pages of the others become free."""

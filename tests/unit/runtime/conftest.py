@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit.core import affine
-from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
+from quantkit.core.kvscheme import KVPlan, KVScheme
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 
@@ -76,8 +76,8 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def tiny() -> Any:
-    """The makers of this file: ``tiny.config("llama")``, ``tiny.module(config)``, ``tiny.kv_scales(module, bits, ids)``."""
-    return SimpleNamespace(config=tiny_config, module=tiny_module, kv_scales=kv_scales)
+    """The makers of this file: ``tiny.config("llama")``, ``tiny.module(config)``, ``tiny.kv_plan(4)``."""
+    return SimpleNamespace(config=tiny_config, module=tiny_module, kv_plan=kv_plan)
 
 
 def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
@@ -130,16 +130,6 @@ def packed_folder(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def kv_scales(module: Any, bits: int, ids: torch.Tensor, group_size: int = 64) -> KVScales:
-    """Calibrate on one forward pass of a module."""
-    from quantkit.algorithms.kv import KVObserver
-    from quantkit.runtime.attention import attention_modules
-
-    cache = module.base_model(input_ids=ids, use_cache=True).past_key_values
-    scheme = KVScheme(bits, group_size)
-    layers: dict[str, LayerScales] = {}
-    for index, name in attention_modules(module).items():
-        observer = KVObserver()
-        observer.add(cache.layers[index].keys, cache.layers[index].values)
-        layers[name] = observer.result(scheme)
-    return KVScales(scheme, layers)
+def kv_plan(bits: int | str) -> KVPlan:
+    """Every layer alike, with online scales."""
+    return KVPlan(KVScheme.of(bits))

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.core.kvscheme import KVScheme
 from quantkit.errors import RequestError, UnsupportedModel
 from quantkit.runtime.attention import attention_modules, layer_windows, transformers_cache
-from quantkit.runtime.engine import pad_left
+from quantkit.runtime.engine import pad_left, shared_pages
 from quantkit.runtime.model import Model
 from quantkit.runtime.sampling import GenerationOptions
 
@@ -23,11 +22,9 @@ Make = Callable[..., Model]
 
 @pytest.fixture(scope="module")
 def make(tokenizer: Any, tiny: Any) -> Make:
-    def build(kind: str, bits: int = 16, group_size: int = 64, **changes: Any) -> Model:
+    def build(kind: str, bits: int | str = 16, **changes: Any) -> Model:
         config = tiny.config(kind, **changes)
         module = tiny.module(config)
-        ids = torch.randint(0, VOCAB, (4, 100), generator=torch.Generator().manual_seed(1))
-        scales = tiny.kv_scales(module, bits, ids, group_size) if bits < 16 else None
         return Model(
             module,
             config,
@@ -35,8 +32,7 @@ def make(tokenizer: Any, tiny: Any) -> Make:
             dtype=torch.float32,
             read_tokenizer=lambda: tokenizer,
             end_tokens=(257,),
-            kv_scheme=KVScheme(bits, group_size),
-            kv_scales=scales,
+            kv_plan=tiny.kv_plan(bits),
         )
 
     return build
@@ -80,16 +76,29 @@ def test_greedy_text_is_that_of_transformers(make: Make, kind: str) -> None:
     assert answer.tokens == expected[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("bits", "limit"), [(8, 0.003), (4, 0.3)])
+@pytest.mark.parametrize(("bits", "limit"), [(8, 1e-4), (4, 0.02), ("k4v2", 0.2)])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen2", "opt"])
-def test_a_quantized_cache_changes_logits_a_little_and_every_token_is_read_quantized(
-    make: Make, kind: str, bits: int, limit: float
+def test_a_quantized_cache_changes_logits_a_little_from_where_pages_are_packed(
+    make: Make, kind: str, bits: int | str, limit: float
 ) -> None:
-    plain, model, ids = make(kind), make(kind, bits, group_size=8), random_ids(150)
+    plain, model, ids = make(kind), make(kind, bits), random_ids(200)
     expected, found = plain(ids).log_softmax(-1), model(ids).log_softmax(-1)
     divergence = (expected.exp() * (expected - found)).sum(-1)
-    assert 0 < float(divergence.mean()) < limit
-    assert float(divergence[:, 0].max()) > 0  # the first token, too, reads its own quantized key and value
+    assert 0 < float(divergence[:, 128:].mean()) < limit
+    assert float(divergence[:, :128].abs().max()) < 1e-5  # the newest tokens are exact
+
+
+def test_attention_reads_what_the_pages_hold(make: Make) -> None:
+    model, ids = make("llama", 4), random_ids(140)
+    caches = [model.new_cache() for _ in range(2)]
+    with torch.inference_mode():
+        for cache in caches:
+            model.step(ids[:, :139], transformers_cache(cache))
+        packed = caches[1].layers[0].packed
+        assert packed is not None
+        packed.fields["keys"] ^= 0x80  # a bit of every second channel
+        good, poisoned = (model.step(ids[:, 139:], transformers_cache(cache)) for cache in caches)
+    assert float((good - poisoned).norm() / good.norm()) > 1e-3
 
 
 def test_chunks_do_not_change_what_a_quantized_cache_holds(make: Make) -> None:
@@ -150,7 +159,8 @@ def test_times_and_bytes_come_with_the_answer(make: Make) -> None:
     assert answer.time_to_first_token > 0
     assert len(answer.inter_token_latencies) == 11
     assert answer.tokens_per_second == pytest.approx(11 / sum(answer.inter_token_latencies))
-    assert answer.kv_cache_bytes == 64 * model.memory()["kv_per_token"] == 64 * 3 * 2 * 2 * 16
+    assert answer.kv_cache_bytes == 3 * model.kv_plan.scheme.cache_bytes(16, 2, 16, torch.float32)
+    assert model.memory()["kv_per_token"] == 3 * 2 * (2 * 16 + 16 * 4 // 64 + 4)
     assert model.generate("Hello", max_tokens=1, ignore_eos=True).tokens_per_second == 0
 
 
@@ -205,13 +215,35 @@ def test_a_long_prompt_is_read_in_pieces(make: Make, monkeypatch: pytest.MonkeyP
     assert [a.tokens for a in pieces] == [a.tokens for a in whole]
 
 
-def test_equal_prompts_need_no_mask() -> None:
-    ids, mask = pad_left([[1, 2], [3, 4]], torch.device("cpu"))
+def test_equal_prompts_need_no_padding() -> None:
+    ids, counts = pad_left([[1, 2], [3, 4]], torch.device("cpu"))
     assert ids.tolist() == [[1, 2], [3, 4]]
-    assert mask is None
-    ids, mask = pad_left([[1, 2], [3]], torch.device("cpu"))
-    assert mask is not None
-    assert mask.tolist() == [[1, 1], [0, 1]]
+    assert counts is None
+    ids, counts = pad_left([[1, 2], [3]], torch.device("cpu"))
+    assert ids.tolist() == [[1, 2], [0, 3]]
+    assert counts == [2, 1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "opt"])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_what_prompts_begin_with_is_read_once_and_shared(make: Make, kind: str, bits: int) -> None:
+    model, seen = make(kind, bits), []
+    step = model.step
+    model.step = lambda ids, *rest: seen.append(ids.shape) or step(ids, *rest)  # type: ignore[func-returns-value, method-assign]
+    beginning = "In the beginning there was a cache. " * 4
+    prompts = [beginning + tail for tail in ("And?", "It held many pages of tokens.", "x")]
+    together = model.generate(prompts, max_tokens=10, ignore_eos=True)
+    assert seen[0] == (1, 128)
+    assert seen[1] == (3, len(prompts[1]) - 128)
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert answer.tokens == model.generate(prompt, max_tokens=10, ignore_eos=True).tokens
+
+
+def test_prompts_share_whole_pages_and_keep_a_token_each() -> None:
+    same = list(range(200))
+    assert shared_pages([same, [*same, 1]]) == 192
+    assert shared_pages([same[:128], same]) == 64  # the last token of the first prompt is still to be read
+    assert shared_pages([same]) == shared_pages([same, same[1:]]) == 0
 
 
 def test_attention_modules_and_windows_are_found(make: Make) -> None:
