@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quantkit.core.kvscheme import PAGE_TOKENS
 from quantkit.errors import QuantkitError
 from quantkit.runtime import workers
-from quantkit.runtime.cache import PAGE_TOKENS, IntCodec, KVCache, PagedLayer, PlainCodec
+from quantkit.runtime.cache import KVCache
 from quantkit.runtime.family import MATRICES, Block, Family, recognise
 from quantkit.runtime.kernels.cpu_packed import HalfWeight, PlanarWeight, dense_fields
 from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.paged import PagedLayer, Row
 
 MOST_SEQUENCES = 8  # beyond, the matrices are no longer bound by memory and torch's own multiply faster
 PROOF_TOKENS = 140  # the twin's longrope, yarn and llama 4 scalings begin at 128
@@ -39,9 +41,7 @@ def lean_step(module: Any, config: Mapping[str, Any], dtype: torch.dtype, device
     return LeanStep(family)
 
 
-Step = Callable[
-    [Tensor, KVCache, Tensor | None], Tensor | None
-]  # ids [batch, 1], cache, mask -> hidden states, or None
+Step = Callable[[Tensor, KVCache], Tensor | None]  # ids [batch, 1], cache -> hidden states, or None
 
 
 @lru_cache(maxsize=16)
@@ -55,8 +55,8 @@ def proved(config: str) -> bool:
 def prove(config: str, device: torch.device, make: Callable[[Family], Step | None], close: float) -> bool:
     """Whether the twin of a config gives the same final hidden states by the step that ``make`` gives as by transformers'
     definition, within ``close`` of their norm: a prompt longer than the twin's sliding window and than the context that its positions
-    were scaled from, then four steps of two sequences, one of them padded, over float32 pages. That integer pages are read alike depends
-    on no model: tests hold it."""
+    were scaled from, then four steps of two sequences, of equal and of different lengths, over float32 pages. That packed pages are read
+    alike depends on no model: tests hold it."""
     from quantkit.model.twin import small_twin
 
     try:
@@ -78,23 +78,21 @@ def _equals_the_definition(twin: Any, step: Step, device: torch.device, close: f
     count = min(PROOF_TOKENS, model.context or PROOF_TOKENS)
     vocab = min(VOCAB, int(twin.config.vocab_size))
     ids = torch.randint(3, vocab, (2, count), generator=torch.Generator().manual_seed(2)).to(device)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    return all(_agree(model, step, ids, given, close) for given in (None, mask))
+    return all(_agree(model, step, ids, shorter, close) for shorter in (0, 3))
 
 
-def _agree(model: Any, step: Step, ids: Tensor, mask: Tensor | None, close: float) -> bool:
+def _agree(model: Any, step: Step, ids: Tensor, shorter: int, close: float) -> bool:
+    """shorter: tokens that the second sequence has less than the first."""
     from quantkit.runtime.attention import transformers_cache
 
     caches = [model.new_cache(32) for _ in range(2)]
     seams = [transformers_cache(cache) for cache in caches]
     prompt = ids.shape[1] - 4
     for seam in seams:
-        model.step(ids[:, :prompt], seam, None if mask is None else mask[:, :prompt])
+        model.step(ids[:, :prompt], seam, [prompt, prompt - shorter] if shorter else None)
     for last in range(prompt, ids.shape[1]):
-        seen = None if mask is None else mask[:, : last + 1]
-        expected = model.step(ids[:, last : last + 1], seams[0], seen)
-        found = step(ids[:, last : last + 1], caches[1], seen)
+        expected = model.step(ids[:, last : last + 1], seams[0])
+        found = step(ids[:, last : last + 1], caches[1])
         if found is None or not float((found - expected).norm()) <= close * float(expected.norm()):  # NaN is no proof
             return False
     return True
@@ -116,14 +114,14 @@ def _fields(module: nn.Module) -> Any:
 
 
 class LeanStep:
-    """``step(ids [batch, 1], cache, mask) -> [batch, 1, hidden]``, or None where transformers' definition must run.
+    """``step(ids [batch, 1], cache) -> [batch, 1, hidden]``, or None where transformers' definition must run.
 
     Holds addresses of the model's tensors: they must stay where they are.
     """
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self._codes = workers.compiled("step")
+        self._codes = workers.compiled("parts")
         self._lock = threading.Lock()
         self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
         self._positions = 0
@@ -136,25 +134,23 @@ class LeanStep:
         self._mixed = torch.empty(self._most, family.heads * family.head_dim)
         self._sent = torch.empty(self._most, self.hidden)
         self._acted = torch.empty(2, self._most, self.inner)
+        self._tables = [_Table() for _ in family.blocks]
         self._job = self._template()
 
-    def __call__(self, ids: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor | None:
-        batch, length = ids.shape[0], cache.length
+    def __call__(self, ids: Tensor, cache: KVCache) -> Tensor | None:
+        batch = ids.shape[0]
         if ids.shape[1] != 1 or batch > self._most or not all(_readable(layer) for layer in cache.layers):
             return None
-        pads = left_padding(mask, batch)
-        if pads is None:
-            return None
-        k = self._codes
+        k, lengths = self._codes, np.array(cache.lengths, dtype=np.int64)
         embedded = self.family.embedding(ids)[:, 0].float().contiguous()
         result = torch.empty(batch, self.hidden)
         with self._lock:
-            self._reach(length + 1)
+            self._reach(int(lengths.max()) + 1)
             job = self._point_at(cache)
             job[k.TOKENS], job[k.EMBEDDED], job[k.RESULT] = batch, embedded.data_ptr(), result.data_ptr()
-            job[k.LENGTH], job[k.PADS] = length, pads.ctypes.data
+            job[k.LENGTHS] = lengths.ctypes.data
             parts = workers.threads()
-            self._lay_out(job, batch, length + 1, parts)
+            self._lay_out(job, batch, int(lengths.max()) + 1, parts)
             workers.pool().run(job, parts)
         for layer in cache.layers:
             layer.advance(1)
@@ -212,42 +208,61 @@ class LeanStep:
 
     def _point_at(self, cache: KVCache) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The job with the addresses of this cache's pages."""
-        k, job = self._codes, self._job
+        k, job, after = self._codes, self._job, [n + 1 for n in cache.lengths]
         for index, layer in enumerate(cache.layers):
-            layer.reserve(layer.length + 1)
-            fields = job[k.FIRST_LAYER + index * k.LAYER :]
-            fields[k.KEY_POOL], fields[k.VALUE_POOL] = layer.key_pool.data_ptr(), layer.value_pool.data_ptr()
-            fields[k.TABLE], fields[k.TABLE_STRIDE] = layer.table.data_ptr(), layer.table.shape[1]
-            fields[k.DROPPED], fields[k.WINDOW] = layer.dropped, layer.spec.window or 0
-            keys, values = layer.spec.keys, layer.spec.values
-            fields[k.KV_BITS] = 16
-            if isinstance(keys, IntCodec) and isinstance(values, IntCodec):
-                fields[k.KV_BITS], fields[k.KV_GROUPS] = keys.bits, keys.scale.shape[1]
-                fields[k.KEY_SCALE], fields[k.KEY_ZERO] = keys.scale.data_ptr(), keys.zero.data_ptr()
-                fields[k.VALUE_SCALE], fields[k.VALUE_ZERO] = values.scale.data_ptr(), values.zero.data_ptr()
+            layer.reserve(after)
+            fields, exact, table = job[k.FIRST_LAYER + index * k.LAYER :], layer.pool().fields, self._tables[index]
+            table.show(layer.rows)
+            fields[k.TABLE], fields[k.TABLE_STRIDE] = table.pages.ctypes.data, table.pages.shape[1]
+            fields[k.PACKED], fields[k.WINDOW] = table.packed.ctypes.data, layer.spec.window or 0
+            fields[k.KEY_POOL], fields[k.VALUE_POOL] = exact["keys"].data_ptr(), exact["values"].data_ptr()
+            fields[k.KEY_BITS] = fields[k.VALUE_BITS] = 16
         return job
 
     def _lay_out(self, job: np.ndarray[Any, np.dtype[np.int64]], batch: int, length: int, parts: int) -> None:
-        """Each thread's own memory."""
+        """Each thread's own memory, and the partial results that all share."""
         k, family = self._codes, self.family
+        dim, sharing = family.head_dim * 4, family.heads // family.kv_heads
+        chunk = k.CHUNK_PAGES * PAGE_TOKENS
         widest = max(self.hidden, self.inner, family.heads * family.head_dim)
         at = 0
         for field, size in (
             (k.S_HIDDEN, batch * self.hidden * 4),
             (k.S_NORM, batch * self.hidden * 4),
-            (k.S_QUERY, family.head_dim * 4),
-            (k.S_KEY, family.head_dim * 4),
-            (k.S_VALUE, family.head_dim * 4),
-            (k.S_ENTRY, family.head_dim * 4),
-            (k.S_SCORES, length * 4),
+            (k.S_QUERY, sharing * dim),
+            (k.S_KEY, dim),
+            (k.S_BIAS, sharing * 4),
+            (k.S_SCORES, sharing * chunk * 4),
             (k.S_QUANT, batch * (widest + 128) * 3),
         ):
             job[field] = at
             at += -(-size // 64) * 64 + 64
-        if self._space.numel() < parts * at + 64:
-            self._space = torch.empty(2 * parts * at + 64, dtype=torch.uint8)
+        shared = batch * family.heads * (length // chunk + 2) * (k.HEADER * 4 + 2 * dim)
+        if self._space.numel() < parts * at + shared + 64:
+            self._space = torch.empty(2 * (parts * at + shared) + 64, dtype=torch.uint8)
         job[k.SCRATCH] = self._space.data_ptr() + (-self._space.data_ptr()) % 64
         job[k.SCRATCH_BYTES] = at
+        job[k.PARTIALS] = job[k.SCRATCH] + parts * at
+
+
+class _Table:
+    """Where the pages of a layer's sequences are, as the kernel reads it; made anew when it has changed."""
+
+    def __init__(self) -> None:
+        self.pages = np.zeros((0, 0), dtype=np.int64)  # [batch, pages]: packed ones first, then exact ones
+        self.packed = np.zeros(0, dtype=np.int64)  # pages at the front of each sequence that are packed
+        self._shown: list[tuple[int, int, list[int], list[int]]] = []
+
+    def show(self, rows: Sequence[Row]) -> None:
+        now = [(row.packed, row.dropped, row.packed_pages, row.exact_pages) for row in rows]
+        if now == self._shown:
+            return
+        self._shown = [(packed, dropped, list(old), list(new)) for packed, dropped, old, new in now]
+        width = max(row.base + len(row.exact_pages) for row in rows)
+        self.pages, self.packed = np.zeros((len(rows), width), dtype=np.int64), np.array([row.packed for row in rows])
+        for line, row in zip(self.pages, rows, strict=True):
+            line[row.dropped : row.dropped + len(row.packed_pages)] = row.packed_pages
+            line[row.base : row.base + len(row.exact_pages)] = row.exact_pages
 
 
 def _bits(value: float) -> int:
@@ -255,19 +270,11 @@ def _bits(value: float) -> int:
 
 
 def _readable(layer: PagedLayer) -> bool:
-    """Whether the step reads this layer's pages: float32 as it comes, or integer codes of 8 or 4 bits."""
-    keys, values = layer.spec.keys, layer.spec.values
-    if not layer.length or layer.head_dim[0] != layer.head_dim[1] or keys.dtype != values.dtype:
-        return False
-    if isinstance(keys, IntCodec) and isinstance(values, IntCodec):
-        return keys.bits == values.bits and keys.result == values.result == torch.float32
-    return isinstance(keys, PlainCodec) and isinstance(values, PlainCodec) and keys.dtype == torch.float32
-
-
-def left_padding(mask: Tensor | None, batch: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-    """Padded tokens at the front of each sequence; None for a mask with other holes."""
-    if mask is None:
-        return np.zeros(batch, dtype=np.int64)
-    pads = mask.shape[1] - mask.sum(1)
-    expected = torch.arange(mask.shape[1])[None] >= pads[:, None]
-    return pads.numpy().astype(np.int64) if torch.equal(mask.bool(), expected) else None
+    """Whether the step reads this layer's pages: float32 as it comes."""
+    spec = layer.spec
+    return (
+        bool(layer.length)
+        and spec.dtype == torch.float32
+        and layer.head_dim[0] == layer.head_dim[1]
+        and spec.packing is None
+    )

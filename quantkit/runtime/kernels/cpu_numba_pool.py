@@ -19,7 +19,8 @@ from quantkit.runtime.kernels.cpu_numba import (
     sched_yield,
 )  # fmt: skip
 from quantkit.runtime.kernels.cpu_numba_ir import atomic_add, atomic_load, atomic_swap, relax, table
-from quantkit.runtime.kernels.cpu_numba_step import JOB_STEP, step
+from quantkit.runtime.kernels.cpu_numba_parts import JOB_STEP
+from quantkit.runtime.kernels.cpu_numba_step import step
 
 LONGEST = 1 << 30  # fields of a job: numba wants a number
 

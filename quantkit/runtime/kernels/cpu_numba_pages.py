@@ -1,0 +1,213 @@
+"""Vector code of attention over pages, as LLVM IR: dots with rows, weighted sums of rows, exponentials, and codes made floats.
+
+Rows are float32 at ``stride`` bytes from each other: pages as they lie, or decoded ones. The same conventions as ``cpu_numba_ir.py``: addresses
+are int64, vectors have 256 bits, sums have one fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from quantkit.runtime.kernels.cpu_numba_ir import (
+    F32,
+    I32,
+    I64,
+    V4F32,
+    V8F32,
+    V8I32,
+    _at,
+    _fma,
+    _lanes,
+    _same,
+    _splat,
+    _total,
+    _vector,
+    float32,
+    int64,
+)
+
+MOST_HEADS = 3  # dots of so many heads with four rows: twelve sums, which is what 16 registers hold
+
+
+def _int(value: int) -> Any:
+    return ir.Constant(I64, value)
+
+
+def _sums(b: Any, kind: Any, count: int) -> list[Any]:
+    """Registers that add up, at zero."""
+    found = [cgutils.alloca_once(b, kind) for _ in range(count)]
+    for one in found:
+        b.store(ir.Constant(kind, None), one)
+    return found
+
+
+def _pairs(b: Any, x: Any, y: Any) -> Any:
+    """Sums of neighbours of two float32 x 8, x's and y's taking turns in pairs (``vhaddps``)."""
+    even, odd = ir.Constant(V8I32, [0, 2, 8, 10, 4, 6, 12, 14]), ir.Constant(V8I32, [1, 3, 9, 11, 5, 7, 13, 15])
+    return b.fadd(b.shuffle_vector(x, y, even), b.shuffle_vector(x, y, odd))
+
+
+def _four_totals(b: Any, x: list[Any]) -> Any:
+    """Four float32 x 8 -> float32 x 4, the sum of each."""
+    both = _pairs(b, _pairs(b, x[0], x[1]), _pairs(b, x[2], x[3]))
+    return b.fadd(_lanes(b, both, [0, 1, 2, 3]), _lanes(b, both, [4, 5, 6, 7]))
+
+
+def _dots(heads: int) -> Any:
+    chains = 2 if heads == 1 else 1  # four sums alone would wait for each other
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        rows, stride, fours, q, q_stride, sixteens, bias, out, out_stride = args
+        with cgutils.for_range(b, fours) as loop:
+            first = b.add(rows, b.mul(b.shl(loop.index, _int(2)), stride))
+            row = [b.add(first, b.mul(stride, _int(t))) for t in range(4)]
+            sums = _sums(b, V8F32, 4 * heads * chains)
+            with cgutils.for_range(b, sixteens) as inner:
+                for half in range(2):
+                    at = b.add(b.shl(inner.index, _int(6)), _int(32 * half))
+                    queries = [_vector(b, b.add(q, b.mul(q_stride, _int(h))), V8F32, at) for h in range(heads)]
+                    for t in range(4):
+                        x = _vector(b, row[t], V8F32, at)
+                        for h in range(heads):
+                            total = sums[4 * (h + half % chains * heads) + t]
+                            b.store(_fma(b, x, queries[h], b.load(total)), total)
+            for h in range(heads):
+                found = [b.load(one) for one in sums[4 * h : 4 * h + 4]]
+                if chains == 2:
+                    found = [b.fadd(a, b.load(one)) for a, one in zip(found, sums[4:], strict=True)]
+                scores = b.fadd(_four_totals(b, found), _splat(b, b.load(_at(b, bias, F32, 4 * h)), V4F32))
+                to = b.add(b.add(out, b.mul(out_stride, _int(h))), b.shl(loop.index, _int(4)))
+                b.store(scores, _at(b, to, V4F32), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[int64] * 9), generate
+
+
+@intrinsic
+def dots1(typing, rows, stride, fours, q, q_stride, sixteens, bias, out, out_stride):
+    """``4 * fours`` rows of ``16 * sixteens`` floats times one head's query, plus its bias -> scores at ``out``."""
+    return _dots(1)
+
+
+@intrinsic
+def dots2(typing, rows, stride, fours, q, q_stride, sixteens, bias, out, out_stride):
+    """The same for two heads, queries and scores at their strides, biases side by side."""
+    return _dots(2)
+
+
+@intrinsic
+def dots3(typing, rows, stride, fours, q, q_stride, sixteens, bias, out, out_stride):
+    """The same for three."""
+    return _dots(3)
+
+
+def _mix(heads: int) -> Any:
+    def block(b: Any, args: Any, column: Any, vectors: int) -> None:
+        rows, stride, count, w, w_stride, out, out_stride = args
+        place = [b.add(b.add(out, b.mul(out_stride, _int(h))), column) for h in range(heads)]
+        sums = _sums(b, V8F32, heads * vectors)
+        for h in range(heads):
+            for v in range(vectors):
+                b.store(_vector(b, place[h], V8F32, 32 * v), sums[h * vectors + v])
+        first = b.add(rows, column)
+        with cgutils.for_range(b, count) as loop:
+            row, at = b.add(first, b.mul(loop.index, stride)), b.shl(loop.index, _int(2))
+            weights = [b.load(_at(b, b.add(w, b.mul(w_stride, _int(h))), F32, at), align=4) for h in range(heads)]
+            each = [_splat(b, weight, V8F32) for weight in weights]
+            for v in range(vectors):
+                x = _vector(b, row, V8F32, 32 * v)
+                for h in range(heads):
+                    total = sums[h * vectors + v]
+                    b.store(_fma(b, x, each[h], b.load(total)), total)
+        for h in range(heads):
+            for v in range(vectors):
+                b.store(b.load(sums[h * vectors + v]), _at(b, place[h], V8F32, 32 * v), align=4)
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        *rest, eights = args
+        quads = b.lshr(eights, _int(2))
+        with cgutils.for_range(b, quads) as loop:
+            block(b, rest, b.shl(loop.index, _int(7)), 4)
+        with cgutils.for_range(b, eights, start=b.shl(quads, _int(2))) as loop:
+            block(b, rest, b.shl(loop.index, _int(5)), 1)
+        return context.get_dummy_value()
+
+    return types.void(*[int64] * 8), generate
+
+
+@intrinsic
+def mix1(typing, rows, stride, count, w, w_stride, out, out_stride, eights):
+    """``out[8 * eights] += sum of w[i] * row i`` over ``count`` rows, for one head."""
+    return _mix(1)
+
+
+@intrinsic
+def mix2(typing, rows, stride, count, w, w_stride, out, out_stride, eights):
+    """The same for two heads, weights and results at their strides."""
+    return _mix(2)
+
+
+@intrinsic
+def mix3(typing, rows, stride, count, w, w_stride, out, out_stride, eights):
+    """The same for three."""
+    return _mix(3)
+
+
+@intrinsic
+def largest(typing, x, eights):
+    """Largest of ``8 * eights`` floats; one that is not a number does not count."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        address, eights = args
+        most = cgutils.alloca_once_value(b, _vector(b, address, V8F32))
+        with cgutils.for_range(b, eights) as loop:
+            found, before = _vector(b, address, V8F32, b.shl(loop.index, _int(5))), b.load(most)
+            b.store(b.select(b.fcmp_ordered("<", before, found), found, before), most)
+        for half in (4, 2, 1):
+            before = b.load(most)
+            other = _lanes(b, before, [(i + half) % 8 for i in range(8)])
+            b.store(b.select(b.fcmp_ordered("<", before, other), other, before), most)
+        return b.extract_element(b.load(most), ir.Constant(I32, 0))
+
+    return float32(int64, int64), generate
+
+
+def _exp(b: Any, x: Any) -> Any:
+    """Float32 x 8: ``exponential`` of ``cpu_numba_parts.py``."""
+
+    def times(a: Any, c: float, d: Any) -> Any:
+        return _fma(b, a, _same(V8F32, c), d)
+
+    for limit, sign in ((-87.0, "<"), (88.0, ">")):
+        x = b.select(b.fcmp_ordered(sign, x, _same(V8F32, limit)), _same(V8F32, limit), x)
+    scaled = times(x, 1.44269504, _same(V8F32, 12582912.0))
+    n = b.sub(b.bitcast(scaled, V8I32), _same(V8I32, 0x4B400000))
+    whole = b.fsub(scaled, _same(V8F32, 12582912.0))
+    r = times(whole, 2.12194440e-4, times(whole, -0.693359375, x))
+    p = _same(V8F32, 1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = _fma(b, p, r, _same(V8F32, c))
+    near = _fma(b, b.fmul(p, r), r, b.fadd(r, _same(V8F32, 1.0)))
+    return b.fmul(near, b.bitcast(b.shl(b.add(n, _same(V8I32, 127)), _same(V8I32, 23)), V8F32))
+
+
+@intrinsic
+def exponentials(typing, x, eights, most):
+    """``exp(x - most)`` in place of ``8 * eights`` floats, and their sum. 0 below -87, nan stays nan."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        address, eights, most = args
+        high, total = _splat(b, most, V8F32), _sums(b, V8F32, 1)[0]
+        with cgutils.for_range(b, eights) as loop:
+            at = b.shl(loop.index, _int(5))
+            found = _exp(b, b.fsub(_vector(b, address, V8F32, at), high))
+            b.store(found, _at(b, address, V8F32, at), align=4)
+            b.store(b.fadd(found, b.load(total)), total)
+        return _total(b, b.load(total))
+
+    return float32(int64, int64, float32), generate
