@@ -25,7 +25,11 @@ from quantkit.errors import RequestError
 @click.option("--seed", type=int, default=0, show_default=True, help="Same seed and prompt: same text.")
 @click.option("--stop", multiple=True, help="String that ends the text (repeatable); not printed.")
 @click.option(
-    "--kv-bits", type=int, help="16, or what the checkpoint was calibrated for. Default: what it was calibrated for."
+    "--kv-bits",
+    help="KV cache of 16, 8, 4, 3, 2 bits, fp8, or k4v2: keys and values apart.  [default: what the model says]",
+)
+@click.option(
+    "--kv-scales", type=click.Choice(["online", "static"]), help="Scales made on the way, or those that convert stored."
 )
 @click.option("--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Print text as it comes.")
@@ -36,7 +40,8 @@ from quantkit.errors import RequestError
 def command(
     model: str,
     prompt: str,
-    kv_bits: int | None,
+    kv_bits: str | None,
+    kv_scales: Any,
     head_bits: int | None,
     stream: bool,
     device: str,
@@ -55,7 +60,9 @@ def command(
     if not prompt:
         raise RequestError("--prompt: the prompt is empty. Give some text.")
     start = time.perf_counter()
-    loaded = load(model, device=device, dtype=dtype, kv_bits=kv_bits, head_bits=head_bits, graphs=not no_graphs)
+    loaded = load(
+        model, device=device, dtype=dtype, kv_bits=kv_bits, kv_scales=kv_scales, head_bits=head_bits, graphs=not no_graphs
+    )  # fmt: skip
     load_seconds = time.perf_counter() - start
     if stream and not as_json:
         result = _print_stream(loaded.stream(prompt, wanted))
@@ -89,7 +96,7 @@ def command(
     click.echo(
         f"loaded in {load_seconds:.1f} s; {result.prompt_tokens} prompt tokens, first token after "
         f"{result.time_to_first_token * 1e3:.0f} ms; {len(result.tokens)} tokens, {median * 1e3:.1f} ms each (median), "
-        f"{result.tokens_per_second:.1f} tokens/s; KV cache {loaded.kv_stored_bits} bit, {result.kv_cache_bytes / 1e6:.2f} MB; "
+        f"{result.tokens_per_second:.1f} tokens/s; KV cache {loaded.kv_stored_bits:.3g} bit, {result.kv_cache_bytes / 1e6:.2f} MB; "
         f"ended by {result.finish_reason}",
         err=True,
     )

@@ -24,8 +24,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme, LayerScales
-
 SEARCHED_BITS = 3  # up to so many bits the range is searched; at 4 and 8 the full range was as good (docs/adr/013)
 SHRINK = (0.1, 0.2, 0.3)
 SMALLEST_SCALE = 2.0**-20  # a float16 that is not 0
@@ -74,7 +72,8 @@ def hadamard(channels: int, device: torch.device) -> Tensor:
     h = torch.ones(1, 1, device=device)
     while h.shape[0] < size:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return torch.block_diag(*[h / size**0.5] * (channels // size))
+    whole: Tensor = torch.block_diag(*[h / size**0.5] * (channels // size))
+    return whole
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -111,7 +110,7 @@ def _error(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
 
 def quantize(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
     """Codes as floats; all broadcast against each other."""
-    return ((x - low) / scale).round_().clamp_(0, (1 << bits) - 1)
+    return torch.round((x - low) / scale).clamp_(0, (1 << bits) - 1)
 
 
 def encode_keys(x: Tensor, bits: int, skip: int = 0) -> tuple[Tensor, Tensor]:
@@ -149,12 +148,13 @@ def decode_values(stored: Tensor, scales: Tensor, bits: int, channels: int) -> T
 
 def encode_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """E4M3 floats of ``x / scale`` as bytes; beyond 448 they are clipped. scale: float32 ``[kv_heads, head_dim]``."""
-    return (x.float() / scale[:, None]).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn).view(torch.uint8)
+    rounded: Tensor = (x.float() / scale[:, None]).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn)
+    return rounded.view(torch.uint8)
 
 
 def decode_fp8(stored: Tensor, scale: Tensor) -> Tensor:
     """float32 of the shape of ``stored``."""
-    return stored.view(torch.float8_e4m3fn).float() * scale[:, None]
+    return stored.view(torch.float8_e4m3fn).to(torch.float32) * scale[:, None]
 
 
 def encode_static(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:

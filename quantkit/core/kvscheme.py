@@ -72,7 +72,9 @@ class KVScheme:
             return cls(8, 8, "fp8")
         pair = _PAIR.fullmatch(text)
         if pair is None and not text.isdecimal():
-            raise RequestError(f"--kv-bits {bits}: {', '.join(map(str, KV_BITS))}, fp8, or keys and values apart: k4v2.")
+            raise RequestError(
+                f"--kv-bits {bits}: {', '.join(map(str, KV_BITS))}, fp8, or keys and values apart: k4v2."
+            )
         keys, values = (int(n) for n in pair.groups()) if pair else (int(text), int(text))
         return cls(keys, values, scales, recent=128 if keys == 2 else 64)
 

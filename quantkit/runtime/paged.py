@@ -162,9 +162,7 @@ class PagedLayer:
         found = []
         for index, field in enumerate(("keys", "values")):
             f = exact.fields[field]
-            found.append(
-                f.new_zeros(self.batch, f.shape[1], self.length - self.start, self.head_dim[index])
-            )
+            found.append(f.new_zeros(self.batch, f.shape[1], self.length - self.start, self.head_dim[index]))
         for b in range(self.batch):
             for whole, part in zip(found, self._dense([b]), strict=True):
                 whole[b, :, whole.shape[2] - part.shape[2] :] = part[0]
@@ -173,18 +171,21 @@ class PagedLayer:
     def _dense(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Sequences of equal length, packed and dropped pages."""
         row, exact, packing = self.rows[rows[0]], self.pool(), self.spec.packing
-        index = torch.tensor([self.rows[b].exact_pages for b in rows], dtype=torch.int64, device=exact.fields["keys"].device)
+        index = torch.tensor(
+            [self.rows[b].exact_pages for b in rows], dtype=torch.int64, device=exact.fields["keys"].device
+        )
         parts = []
         for field in ("keys", "values"):
-            pages = exact.fields[field][index.view(len(rows), -1)].transpose(1, 2)  # [rows, kv_heads, pages, 64, head_dim]
+            pages = exact.fields[field][index.view(len(rows), -1)].transpose(
+                1, 2
+            )  # [rows, kv_heads, pages, 64, head_dim]
             parts.append(pages.flatten(2, 3)[:, :, : max(0, row.length - row.base * PAGE_TOKENS)])
         if packing is None or self.packed is None or row.packed <= row.dropped:
             return parts[0], parts[1]
         index = torch.tensor([self.rows[b].packed_pages for b in rows], device=index.device)
         stored = packing.decode({name: f[index] for name, f in self.packed.fields.items()}, self.head_dim)
         whole = [
-            torch.cat([old.transpose(1, 2).flatten(2, 3), new], dim=2)
-            for old, new in zip(stored, parts, strict=True)
+            torch.cat([old.transpose(1, 2).flatten(2, 3), new], dim=2) for old, new in zip(stored, parts, strict=True)
         ]
         if self.first is not None and not row.dropped:
             for x, kept in zip(whole, self.first, strict=True):

@@ -240,7 +240,9 @@ def test_static_scales_are_used_and_their_absence_is_refused() -> None:
     inside = k[0, :, 4:64].clamp(-4, 3.5)
     torch.testing.assert_close(keys[0, :, 4:64], ((inside + 4) / 0.5).round() * 0.5 - 4)
     turned = rotate(v[0, :, 4:64]).clamp(-2, 1.75)
-    torch.testing.assert_close(rotate(values[0, :, 4:64]), ((turned + 2) / 0.25).round() * 0.25 - 2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        rotate(values[0, :, 4:64]), ((turned + 2) / 0.25).round() * 0.25 - 2, rtol=1e-5, atol=1e-5
+    )
     with pytest.raises(RequestError, match="no calibrated scales"):
         layer_spec(KVScheme.of(4, "static"), None, torch.float32, CPU, None)
 
