@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from architectures import tiny_model
 from torch import Tensor
 
-from quantkit.algorithms.kv import KVObserver
 from quantkit.core import affine
-from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
+from quantkit.core.kvscheme import KVPlan, KVScheme
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.attention import attention_modules, transformers_cache
+from quantkit.runtime.attention import transformers_cache
 from quantkit.runtime.kernels.reference import PackedWeight
 from quantkit.runtime.kernels.triton_layout import TritonWeight
 from quantkit.runtime.linear import QuantLinear, pack
@@ -30,7 +29,7 @@ class Words:
 
 
 def tiny(
-    kind: str, kv_bits: int = 16, device: str = "cpu", dtype: torch.dtype = torch.float32, graphs: bool = False, **changes: Any
+    kind: str, kv_bits: int | str = 16, device: str = "cpu", dtype: torch.dtype = torch.float32, graphs: bool = False, **changes: Any
 ) -> Model:  # fmt: skip
     """Few layers, 64 wide, on a device; decoded by the definition unless ``graphs``."""
     layers = 3 if kind == "gemma3_text" else 2
@@ -46,24 +45,11 @@ def tiny(
         parameter.requires_grad_(False)
         if parameter.dim() > 1:  # the usual initialisation gives logits that are nearly equal
             torch.nn.init.normal_(parameter, std=0.15, generator=torch.Generator().manual_seed(parameter.numel()))
-    scales = None if kv_bits == 16 else calibrated(module, kv_bits, device)
     module = module.to(device, dtype)
     return Model(
-        module, module.config.to_dict(), device=torch.device(device), dtype=dtype, read_tokenizer=Words, kv_scheme=KVScheme(kv_bits),
-        kv_scales=scales, lean=graphs, graphs=graphs,
+        module, module.config.to_dict(), device=torch.device(device), dtype=dtype, read_tokenizer=Words, kv_plan=KVPlan(KVScheme.of(kv_bits)),
+        lean=graphs, graphs=graphs,
     )  # fmt: skip
-
-
-@torch.inference_mode()
-def calibrated(module: Any, bits: int, device: str) -> KVScales:
-    ids = torch.randint(3, 90, (2, 60), generator=torch.Generator().manual_seed(5))
-    cache = module.base_model(input_ids=ids, use_cache=True).past_key_values
-    layers: dict[str, LayerScales] = {}
-    for index, name in attention_modules(module).items():
-        observer = KVObserver()
-        observer.add(cache.layers[index].keys, cache.layers[index].values)
-        layers[name] = observer.result(KVScheme(bits))
-    return KVScales(KVScheme(bits), layers)
 
 
 def replace_linears(model: Any, scheme: Scheme, make: Callable[[QuantTensor], PackedWeight]) -> None:
@@ -91,10 +77,9 @@ def packed(model: Model, scheme: Scheme | None) -> Model:
 
 
 @torch.inference_mode()
-def greedy_logits(model: Model, ids: Tensor, prompt: int, mask: Tensor | None = None) -> Tensor:
-    """Logits of every token after the prompt, one step each."""
+def greedy_logits(model: Model, ids: Tensor, prompt: int, counts: Sequence[int] | None = None) -> Tensor:
+    """Logits of every token after the prompt, one step each. counts: tokens of each sequence's prompt, the last ones (None: all)."""
     seam = transformers_cache(model.new_cache(8))
-    masks = [None if mask is None else mask[:, : last + 1] for last in range(ids.shape[1])]
-    model.step(ids[:, :prompt], seam, masks[prompt - 1])
-    steps = [model.step(ids[:, i : i + 1], seam, masks[i]) for i in range(prompt, ids.shape[1])]
+    model.step(ids[:, :prompt], seam, counts)
+    steps = [model.step(ids[:, i : i + 1], seam) for i in range(prompt, ids.shape[1])]
     return model.head(torch.cat(steps, dim=1))

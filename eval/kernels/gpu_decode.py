@@ -104,10 +104,10 @@ def step_us(model: Model) -> float | None:
         return None
     (slot,) = model.loop._slots.values()
     (mode,) = slot.graphs
-    slot.pads.zero_()
+    slot.lent.pads.zero_()
     times = []
     for _ in range(5):
-        slot.state.length.fill_(128)
+        slot.lent.length.fill_(128)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(40):

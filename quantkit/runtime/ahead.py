@@ -1,9 +1,9 @@
 """Decoding ahead of the host: each step captured once in a CUDA graph, tokens chosen and fed back on the device, read a few steps later.
 
-A ``Slot`` holds the static tensors of a batch size and the graphs that run on them: token ids, position, padding, page tables, the addresses
+A ``Slot`` holds the static tensors of a batch size and the graphs that run on them: token ids, positions, page tables, the addresses
 of the pages, options and random numbers of the sampler. A step is one replay. Its tokens travel to pinned memory behind it, and the host
 looks at those of ``LAG`` steps before, so the device never waits for the host: what was computed beyond an end or stop token is
-thrown away. Pages for the whole answer are leased beforehand (``PagedLayer.lease``).
+thrown away. Pages for the whole answer are leased beforehand (``lease.py``).
 
 On a CPU (Triton's interpreter, tests) nothing is captured; everything else is the same code.
 """
@@ -18,10 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantkit.runtime.cache import PAGE_TOKENS, KVCache, LayerSpec
+from quantkit.runtime.cache import KVCache
 from quantkit.runtime.choices import Choices, Mode
-from quantkit.runtime.lean import left_padding
-from quantkit.runtime.lean_gpu import GpuStep, State, addresses, pages_of
+from quantkit.runtime.lean_gpu import GpuStep, State
+from quantkit.runtime.lease import settle
+from quantkit.runtime.lent import Lent
+from quantkit.runtime.paged import LayerSpec
 from quantkit.runtime.sampling import GenerationOptions, Sampler
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences; a batch runs in the next larger one
@@ -65,17 +67,9 @@ class Slot:
     def __init__(self, rows: int, tokens: int, step: GpuStep, head: Any, specs: Sequence[LayerSpec]) -> None:
         device = step.device
         self.rows, self.tokens, self.step, self.head = rows, tokens, step, head
-        self.pads = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self.starts = torch.zeros(len(specs), 1, dtype=torch.int32, device=device)
-        self.pools = torch.zeros(len(specs), 2, dtype=torch.int64, device=device)
-        self.tables = torch.zeros(len(specs), rows, tokens // PAGE_TOKENS, dtype=torch.int64, device=device)
-        length = torch.zeros(1, dtype=torch.int32, device=device)
-        layers = [
-            pages_of(spec, self.pads, length, self.tables[i], self.starts[i], self.pools[i])
-            for i, spec in enumerate(specs)
-        ]
+        self.lent = Lent(rows, tokens, specs, step.heads.dim, device)
         ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self.state = State(ids, length, layers, step.workspace(rows), step.reach(tokens))
+        self.state = State(ids, self.lent, step.workspace(rows), step.reach(tokens))
         self.choices = Choices(rows, device)
         self.uniform = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
         self.chosen = torch.zeros(1, dtype=torch.int64, device=device)  # tokens chosen since ``fill``
@@ -85,7 +79,7 @@ class Slot:
     def run(self, mode: Mode) -> None:
         """One step: the tokens in ``ids`` are read, those after them chosen."""
         logits = self.head(self.step.forward(self.state))[:, -1]
-        self.state.length.add_(1)
+        self.lent.length.add_(1)
         self.take(logits, mode)
 
     def take(self, logits: Tensor, mode: Mode) -> None:
@@ -100,22 +94,12 @@ class Slot:
         if graph is None:
             self.run(mode)
             return
-        with torch.cuda.device_of(self.pads):  # a graph runs on the stream of the device that is current
+        with torch.cuda.device_of(self.chosen):  # a graph runs on the stream of the device that is current
             graph.replay()
 
-    def fill(
-        self, cache: KVCache, pads: Tensor, live: Sequence[Answering], draws: Sequence[Tensor], until: int
-    ) -> None:
+    def fill(self, cache: KVCache, live: Sequence[Answering], draws: Sequence[Tensor], until: int) -> None:
         """Point at a cache, with pages for positions up to ``until``. draws: the numbers that are left of each sequence."""
-        count = len(live)
-        self.pads.fill_(-1)
-        self.pads[:count] = pads.to(self.pads)
-        self.state.length.fill_(cache.length)
-        for index, layer in enumerate(cache.layers):
-            table = layer.lease(until)
-            self.tables[index, :count, : table.shape[1]] = table
-        self.starts.copy_(torch.tensor([[layer.dropped] for layer in cache.layers]))
-        self.pools.copy_(addresses(cache))
+        self.lent.fill(cache, until)
         self.choices.fill([one.options for one in live])
         for row, numbers in enumerate(draws):
             self.uniform[row, : len(numbers)] = numbers.to(self.uniform)
@@ -151,18 +135,16 @@ class Loop:
     def takes(self, rows: int) -> bool:
         return rows <= BUCKETS[-1] and not self.broken and self.step.reads(self.specs)
 
-    def begin(
-        self, cache: KVCache, mask: Tensor | None, live: Sequence[Answering], logits: Tensor, until: int
-    ) -> Run | None:
-        """Go on after a prompt with logits ``[sequences, vocab]``; None where steps must be run one by one."""
+    def begin(self, cache: KVCache, live: Sequence[Answering], logits: Tensor, until: int) -> Run | None:
+        """Go on after a prompt with logits ``[sequences, vocab]``, up to so many tokens of the longest sequence; None where steps must be run
+        one by one."""
         if not self.takes(len(live)) or not self.guard.acquire(blocking=False):
             return None
         run = None
         try:
-            pads = left_padding(None if mask is None else mask.cpu(), len(live))
-            slot = None if pads is None else self.slot([one.options for one in live], until)
-            if slot is not None and pads is not None:
-                run = Run(self, slot, cache, torch.from_numpy(pads), live, logits, until)
+            slot = self.slot([one.options for one in live], until)
+            if slot is not None:
+                run = Run(self, slot, cache, live, logits, until)
         finally:
             if run is None:  # refused, or out of memory
                 self.guard.release()
@@ -192,7 +174,7 @@ class Loop:
 
     def _captured(self, slot: Slot, mode: Mode) -> Any:
         """Runs the step twice on no sequence (kernels are compiled, workspaces made), then records it."""
-        slot.pads.fill_(-1)
+        slot.lent.pads.fill_(-1)
         slot.chosen.zero_()
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(self.step.device), torch.cuda.graph_pool_handle()
@@ -212,16 +194,15 @@ class Run:
     """One batch on its way: a source of tokens as ``engine.run`` takes them. Holds the loop until ``close``."""
 
     def __init__(
-        self, loop: Loop, slot: Slot, cache: KVCache, pads: Tensor, live: Sequence[Answering], logits: Tensor, until: int
+        self, loop: Loop, slot: Slot, cache: KVCache, live: Sequence[Answering], logits: Tensor, until: int
     ) -> None:  # fmt: skip
-        self.loop, self.slot, self.cache, self.pads, self.live, self.until = loop, slot, cache, pads, list(live), until
+        self.loop, self.slot, self.cache, self.live, self.until = loop, slot, cache, list(live), until
         self.mode = Mode.of([one.options for one in live])
         self._draws = [one.sampler.uniforms(one.options.max_tokens) for one in live]
         self._rows = list(range(len(live)))  # of the slot, of the sequences that still answer
         self._launched = self._read = (
             0  # steps since ``_start``, the one that is not a step (the prompt's logits) included
         )
-        self._base = cache.length
         self._start()
         whole = logits.new_zeros(slot.rows, logits.shape[-1])
         whole[: len(live)] = logits
@@ -229,8 +210,10 @@ class Run:
         self._post()
 
     def _start(self) -> None:
+        self._lengths = self.cache.lengths
+        self._base = max(self._lengths)
         left = [draws[len(one.tokens) :] for draws, one in zip(self._draws, self.live, strict=True)]
-        self.slot.fill(self.cache, self.pads, self.live, left, self.until)
+        self.slot.fill(self.cache, self.live, left, self.until)
         if self.mode.penalizes:
             self.slot.remember(self.live, self.loop.vocab)
 
@@ -238,16 +221,10 @@ class Run:
         self.slot.mailbox.put(self._launched, self.slot.state.ids[:, 0])
         self._launched += 1
 
-    @property
-    def length(self) -> int:
-        """Tokens in the cache as far as the host has read."""
-        return self._base + self._read - 1
-
     def cached_bytes(self) -> int:
-        every = (
-            self.cache.nbytes(self.length) // self.cache.layers[0].batch
-        )  # pages of those that left stay until the slot shrinks
-        return every * len(self._rows)
+        """Of the sequences that still answer, as far as the host has read; pages of those that left stay until the slot shrinks."""
+        read = self._read - 1
+        return sum(self.cache.sequence_bytes(self._lengths[row] + read) for row in self._rows)
 
     def next(self) -> list[int]:
         """The next token of every sequence."""
@@ -270,16 +247,14 @@ class Run:
 
     def _shrink(self) -> None:
         """Into a smaller slot: all that was launched has been read."""
-        rows = torch.tensor(self._rows)
-        self._base += self._launched - 1
+        steps = self._launched - 1
         for layer in self.cache.layers:
-            layer.settle(self._base)
-        self.cache.select(rows.to(self.slot.pads.device))
-        last, self.pads, self._rows = (
-            self.slot.state.ids[rows.to(self.slot.pads.device)],
-            self.pads[rows],
-            [*range(len(rows))],
-        )
+            settle(layer, [length + steps for length in self._lengths])
+        rows = torch.tensor(self._rows, device=self.slot.chosen.device)
+        last = self.slot.state.ids[rows]
+        self.cache.select(self._rows)
+        self.until -= self._base + steps - self.cache.length  # the longest sequence may have left
+        self._rows = [*range(len(rows))]
         self._launched = self._read = 1
         self.mode = Mode.of([one.options for one in self.live])
         slot = self.loop.slot([one.options for one in self.live], self.until)

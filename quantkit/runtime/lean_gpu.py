@@ -22,14 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.runtime.cache import IntCodec, KVCache, LayerSpec, PlainCodec
+from quantkit.runtime.cache import KVCache
 from quantkit.runtime.family import GELU_TANH, SILU, Block, Family, recognise
 from quantkit.runtime.kernels.reference import BlockWeight, PackedWeight
-from quantkit.runtime.kernels.step import Heads, Pages
+from quantkit.runtime.kernels.step import Heads
 from quantkit.runtime.kernels.tiles import processors
 from quantkit.runtime.kernels.triton_layout import ROWS, TritonWeight
-from quantkit.runtime.lean import CLOSE, left_padding, prove
+from quantkit.runtime.lean import CLOSE, prove
+from quantkit.runtime.lent import Lent
 from quantkit.runtime.linear import KERNELS, linear
+from quantkit.runtime.paged import LayerSpec
 from quantkit.runtime.siblings import SiblingLinear
 
 ACTIVATIONS = {SILU: "silu", GELU_TANH: "gelu_tanh"}
@@ -46,14 +48,13 @@ FIRST_POSITIONS = 2048  # angles that are made at first
 class State:
     """What a step reads and writes, all on the device.
 
-    ids: int64 ``[sequences, 1]``, tokens of this step. length: int32 ``[1]``, their position. layers: one ``Pages`` each, which share pads
-    and length. space: the workspace of attention. angles: by kind of block, for every position that the state will reach; who captured a
-    step of this state reads these tables, whatever longer ones the model makes later.
+    ids: int64 ``[sequences, 1]``, tokens of this step. lent: their positions, and the pages of every layer. space: the workspace of attention.
+    angles: by kind of block, for every position that the state will reach; who captured a step of this state reads these tables, whatever
+    longer ones the model makes later.
     """
 
     ids: Tensor
-    length: Tensor
-    layers: list[Pages]
+    lent: Lent
     space: Any
     angles: Mapping[str | None, tuple[Tensor, Tensor]]
 
@@ -104,7 +105,7 @@ def _refused(family: Family, dtype: torch.dtype) -> str:
 
 
 class GpuStep:
-    """``step(ids [sequences, 1], cache, mask) -> [sequences, 1, hidden]``, or None where transformers' definition must run; and
+    """``step(ids [sequences, 1], cache) -> [sequences, 1, hidden]``, or None where transformers' definition must run; and
     ``forward(state)``, the same without a look at the cache's bookkeeping, for who keeps a ``State`` himself.
 
     dtype: of activations; the residual is float32.
@@ -124,40 +125,26 @@ class GpuStep:
         self._positions = 0
         self._lock = threading.Lock()
 
-    def __call__(self, ids: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor | None:
-        batch, length = ids.shape[0], cache.length
-        if ids.shape[1] != 1 or not length or not self.reads([layer.spec for layer in cache.layers]):
+    def __call__(self, ids: Tensor, cache: KVCache) -> Tensor | None:
+        specs = [layer.spec for layer in cache.layers]
+        if ids.shape[1] != 1 or not cache.length or not self.reads(specs):
             return None
         if any(layer.head_dim != (self.heads.dim, self.heads.dim) for layer in cache.layers):
             return None
-        pads = left_padding(None if mask is None else mask.cpu(), batch)
-        if pads is None:
-            return None
-        hidden = self.forward(self._state(ids, cache, torch.from_numpy(pads)))
+        lent = Lent(len(ids), cache.length + 1, specs, self.heads.dim, self.device)
+        lent.fill(cache)
+        hidden = self.forward(State(ids, lent, self.workspace(len(ids)), self.reach(cache.length + 1)))
         for layer in cache.layers:
             layer.advance(1)
         return hidden
-
-    def _state(self, ids: Tensor, cache: KVCache, pads: Tensor) -> State:
-        """Of a cache as it is, with a page for the next token."""
-        for layer in cache.layers:
-            layer.reserve(cache.length + 1)
-        starts = torch.tensor([[layer.dropped] for layer in cache.layers], dtype=torch.int32).to(self.device)
-        pools = addresses(cache).to(self.device)
-        length = torch.tensor([cache.length], dtype=torch.int32).to(self.device)
-        pads = pads.to(torch.int32).to(self.device)
-        layers = [
-            pages_of(layer.spec, pads, length, layer.table, starts[i], pools[i]) for i, layer in enumerate(cache.layers)
-        ]
-        return State(ids, length, layers, self.workspace(len(ids)), self.reach(cache.length + 1))
 
     def workspace(self, sequences: int) -> Any:
         """For that many sequences."""
         return self._attention.Workspace(sequences, self.heads, processors(self.device), self.device)
 
     def reads(self, specs: Sequence[LayerSpec]) -> bool:
-        """Whether the kernels read such pages: in the step's dtype as they come, or integer codes of 8 or 4 bits."""
-        return all(_readable(spec, self.dtype) for spec in specs)
+        """Whether the kernels read such pages: exact ones in the step's dtype."""
+        return all(spec.dtype == self.dtype and spec.packing is None for spec in specs)
 
     def reach(self, positions: int) -> Mapping[str | None, tuple[Tensor, Tensor]]:
         """Angles for that many positions at least."""
@@ -175,7 +162,7 @@ class GpuStep:
         residual = family.embedding(state.ids)[:, 0].float().contiguous()
         delta: Tensor | None = None
         after: Tensor | None = None
-        for index, (block, pages) in enumerate(zip(family.blocks, state.layers, strict=True)):
+        for index, (block, pages) in enumerate(zip(family.blocks, state.lent.layers, strict=True)):
             x = add_norm(residual, delta, after, block.norm_in, family.eps, self.dtype)
             q, k, v = columns([block.linears[name] for name in QKV], x, self._dense[index][0])
             norms = block.q_norm, block.k_norm
@@ -245,25 +232,3 @@ def pair_of(gate: nn.Module, up: nn.Module) -> tuple[TritonWeight, Tensor | None
     pair = copy.copy(weight)  # the same bricks
     pair.pair = rows
     return pair, together.bias
-
-
-def pages_of(spec: LayerSpec, pads: Tensor, length: Tensor, table: Tensor, start: Tensor, pools: Tensor) -> Pages:
-    """One layer for the kernels. start: int32 ``[1]``, pools: int64 ``[2]``."""
-    keys, values = spec.keys, spec.values
-    window = spec.window or 0
-    if isinstance(keys, IntCodec) and isinstance(values, IntCodec):
-        scales = keys.scale, keys.zero, values.scale, values.zero
-        return Pages(pads, length, table, start, pools, window, keys.bits, scales)
-    return Pages(pads, length, table, start, pools, window)
-
-
-def addresses(cache: KVCache) -> Tensor:
-    """int64 ``[layers, 2]``: where the pools of keys and of values begin."""
-    return torch.tensor([[layer.key_pool.data_ptr(), layer.value_pool.data_ptr()] for layer in cache.layers])
-
-
-def _readable(spec: LayerSpec, dtype: torch.dtype) -> bool:
-    keys, values = spec.keys, spec.values
-    if isinstance(keys, IntCodec) and isinstance(values, IntCodec):
-        return keys.bits == values.bits and keys.result == values.result == dtype
-    return isinstance(keys, PlainCodec) and isinstance(values, PlainCodec) and keys.dtype == values.dtype == dtype

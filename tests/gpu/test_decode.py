@@ -30,43 +30,28 @@ CLOSE = {
 
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-CASES = [
-    (128, 16, BF16),
-    (128, 8, BF16),
-    (128, 4, BF16),
-    (16, 16, F32),
-    (64, 4, F32),
-    (128, 16, F32),
-    (96, 8, FP16),
-    (256, 16, BF16),
-]
+CASES = [(128, BF16), (64, BF16), (16, F32), (64, F32), (128, F32), (96, FP16), (256, BF16)]
 
 
-@pytest.mark.parametrize(("dim", "bits", "dtype"), CASES)
-@pytest.mark.parametrize(("length", "window", "start"), [(0, 0, 0), (1000, 0, 0), (1000, 300, 9)])
-def test_attention_equals_its_definition(length: int, window: int, start: int, dim: int, bits: int, dtype: Any) -> None:
+@pytest.mark.parametrize(("dim", "dtype"), CASES)
+@pytest.mark.parametrize(("length", "window"), [(0, 0), (1000, 0), (1000, 300)])
+def test_attention_equals_its_definition(length: int, window: int, dim: int, dtype: Any) -> None:
     from quantkit.runtime.kernels.triton_attention import Workspace, attend
 
     heads = Heads(8, 2, dim, dim**-0.5)
-    pages, pools = pages_of([0, min(length, 790)], length, heads, dtype, "cuda", window=window, bits=bits, start=start)
+    pages, stored = pages_of([0, min(length, 790)], length, heads, dtype, "cuda", window=window)
     q = noise(2, 8, dim, seed=1).to("cuda", dtype)
     space = Workspace(2, heads, 132, q.device)
     found = attend(q, pages, heads, space)
-    torch.testing.assert_close(found, step.attend(q, pages, heads, pools), **CLOSE[dtype])
+    torch.testing.assert_close(found, step.attend(q, pages, heads, stored), **CLOSE[dtype])
     for _ in range(20):
         assert torch.equal(attend(q, pages, heads, space), found)  # whichever part comes last
     assert not bool(space.lock.any())
 
 
-@pytest.mark.parametrize(
-    ("dim", "width", "norm", "bits", "dtype"),
-    [(128, 128, True, 16, BF16), (128, 128, True, 4, BF16), (96, 48, False, 8, F32), (96, 48, False, 16, FP16)],
-)
-def test_rotary_and_the_cache_write_equal_their_definition(
-    dim: int, width: int, norm: bool, bits: int, dtype: Any
-) -> None:
-    # a product fused elsewhere may turn a half: codes differ by one there, and nowhere else
-    check_rotary(dim, width, norm, bits, dtype, "cuda", CLOSE[dtype], other_codes=2e-3)
+@pytest.mark.parametrize(("dim", "width", "norm", "dtype"), [(128, 128, True, BF16), (96, 48, False, FP16)])
+def test_rotary_and_the_cache_write_equal_their_definition(dim: int, width: int, norm: bool, dtype: Any) -> None:
+    check_rotary(dim, width, norm, dtype, "cuda", CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=str)

@@ -5,14 +5,17 @@ Everything that changes from step to step (position, padding, pages) is a tensor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.core.kvscheme import kv_dequantize, kv_quantize
+from quantkit.core import kvpages
+from quantkit.core.kvscheme import PAGE_TOKENS
 
-PAGE = 64  # tokens a page of the cache; ``cache.PAGE_TOKENS``
+PAGE = PAGE_TOKENS
+FIELDS = ("keys", "key_scales", "values", "value_scales")  # of packed pages, as ``packed.Packing`` draws them
 
 
 @dataclass(frozen=True)
@@ -26,35 +29,51 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class PackedPages:
+    """A layer's packed pages, with online scales.
+
+    table: int64 ``[sequences, pages]``. done: int32 ``[sequences]``, pages that were packed when the tables were lent. fields: int64 ``[6]``,
+    addresses of the pools' fields (``FIELDS``; 0 where there is none), then of the exact first keys and values
+    ``[sequences, kv heads, first, dim]``. keys, values: bits. groups: that share a scale in a token's value. recent, first: of the ``KVScheme``.
+    """
+
+    table: Tensor
+    done: Tensor
+    fields: Tensor
+    keys: int
+    values: int
+    groups: int
+    recent: int
+    first: int
+
+
+@dataclass(frozen=True)
 class Pages:
     """Where one layer's keys and values lie, and where the current token goes.
 
-    pads: int32 ``[sequences]``, padded tokens at the front; -1: no sequence, nothing is read or written for it. length: int32 ``[1]``,
-    the position of the current token, padding counted. table: int64 ``[sequences, pages]``; start: int32 ``[1]``: position t is in page
-    ``table[b, t // 64 - start]``. pools: int64 ``[2]``, addresses of the pools of keys and of values (``cache.py`` draws them). window: in
-    tokens, or 0. bits: 16 (as they come), 8 or 4; then k_scale, k_zero, v_scale, v_zero: float32 ``[kv heads, groups]``.
+    pads: int32 ``[sequences]``, by how many tokens a sequence is shorter than the longest; -1: no sequence, nothing is read or written for it.
+    length: int32 ``[1]``, the position of the current token in the longest: in sequence b it is ``n = length - pads[b]``. table: int64
+    ``[sequences, pages]``: token t of a sequence is in page ``table[b, t // 64]`` of the exact ones, or of the packed ones where that page has been
+    packed: all pages that end at or before ``n + 1 - recent``, and those that were before. pools: int64 ``[2]``, addresses of the
+    exact pools of keys and of values ``[pages, kv heads, 64, dim]``. window: in tokens, or 0.
     """
 
     pads: Tensor
     length: Tensor
     table: Tensor
-    start: Tensor
     pools: Tensor
     window: int = 0
-    bits: int = 16
-    scales: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    packed: PackedPages | None = None
 
-    @property
-    def groups(self) -> int:
-        return 1 if self.scales is None else self.scales[0].shape[1]
 
-    def numbers(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Scales and zeros as kernels take them; a tensor that is not touched where there are none."""
-        return self.scales or (unused, unused, unused, unused)
+@dataclass(frozen=True)
+class Stored:
+    """What the addresses of ``Pages`` point at, for the definitions here."""
 
-    def row_bytes(self, dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one token and head in a page."""
-        return dim * dtype.itemsize if self.bits == 16 else -(-dim * self.bits // 8)
+    keys: Tensor
+    values: Tensor
+    packed: Mapping[str, Tensor] | None = None
+    first: tuple[Tensor, Tensor] | None = None
 
 
 def root_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -92,60 +111,99 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotary_and_cache(
     q: Tensor, k: Tensor, v: Tensor, norms: tuple[Tensor | None, Tensor | None], angles: tuple[Tensor, Tensor],
-    pages: Pages, heads: Heads, eps: float, pools: tuple[Tensor, Tensor],
+    pages: Pages, heads: Heads, eps: float, stored: Stored,
 ) -> Tensor:  # fmt: skip
-    """[norm], rotary, and the write of keys and values into ``pools`` (what ``pages.pools`` points at).
+    """[norm], rotary, and the write of keys and values into exact pages, and beside them where they are first tokens of a packed layer.
 
     q, k, v: ``[sequences, heads * dim]``; norms: of queries and keys, float32 ``[dim]`` or None; angles: cos and sin, float32
     ``[positions, width]``. Returns the queries ``[sequences, heads, dim]``.
     """
-    where = (pages.length - pages.pads).long()
-    cos, sin = (part[where] for part in angles)
+    now = (pages.length - pages.pads).long()
+    cos, sin = (part[now] for part in angles)
     turned = []
     for x, norm, count in ((q, norms[0], heads.query), (k, norms[1], heads.kv)):
         x = x.view(-1, count, heads.dim).float()
         turned.append(turn(x if norm is None else root_norm(x, norm, eps), cos, sin).to(q.dtype))
-    now = int(pages.length)
-    page = pages.table[:, now // PAGE - int(pages.start)]
-    for index, (pool, x) in enumerate(zip(pools, (turned[1], v.view(-1, heads.kv, heads.dim)), strict=True)):
-        pool[page, :, now % PAGE] = _encode(x, pages, index)
+    page = pages.table.gather(1, now[:, None] // PAGE)[:, 0]
+    first = stored.first or (stored.keys, stored.values)
+    for pool, kept, x in zip(
+        (stored.keys, stored.values), first, (turned[1], v.view(-1, heads.kv, heads.dim)), strict=True
+    ):
+        pool[page, :, now % PAGE] = x
+        if pages.packed is not None:
+            rows = (now < pages.packed.first).nonzero()[:, 0]
+            kept[rows, :, now[rows]] = x[rows]
     return turned[0]
 
 
-def _encode(x: Tensor, pages: Pages, index: int) -> Tensor:
-    if pages.scales is None:
-        return x
-    scale, zero = pages.scales[2 * index : 2 * index + 2]
-    codes = kv_quantize(x[:, :, None], scale, zero, 1 << pages.bits)[:, :, 0]
-    if pages.bits == 8:
-        return codes
-    codes = nn.functional.pad(codes, (0, codes.shape[-1] % 2))
-    return codes[..., ::2] | codes[..., 1::2] << 4
+def packed_pages(pages: Pages, b: int) -> int:
+    """Pages of sequence b that are packed when attention of the current token reads them."""
+    packed = pages.packed
+    if packed is None:
+        return 0
+    return max(int(packed.done[b]), (int(pages.length) - int(pages.pads[b]) + 1 - packed.recent) // PAGE)
 
 
-def attend(q: Tensor, pages: Pages, heads: Heads, pools: tuple[Tensor, Tensor]) -> Tensor:
+def pack(pages: Pages, stored: Stored) -> None:
+    """Pack the pages that this token makes old enough. Whoever steps one token at a time packs each page once, at most one a sequence."""
+    packed = pages.packed
+    assert packed is not None
+    assert stored.packed is not None
+    for b, pad in enumerate(pages.pads.tolist()):
+        last = int(pages.length) - pad + 1 - packed.recent
+        page = last // PAGE - 1
+        if pad < 0 or last % PAGE or page < int(packed.done[b]) or (pages.window and packed.recent >= pages.window):
+            continue
+        source, target = int(pages.table[b, page]), int(packed.table[b, page])
+        k, v, found = (
+            stored.keys[source],
+            stored.values[source],
+            {"keys": stored.keys[source], "values": stored.values[source]},
+        )
+        if packed.keys < 16:
+            skip = 0 if page else packed.first
+            found["keys"], found["key_scales"] = kvpages.encode_keys(k, packed.keys, skip)
+        if packed.values < 16:
+            found["values"], found["value_scales"] = kvpages.encode_values(v, packed.values, packed.groups)
+        for name, x in found.items():
+            stored.packed[name][target] = x
+
+
+def attend(q: Tensor, pages: Pages, heads: Heads, stored: Stored) -> Tensor:
     """Softmax attention of one query a sequence over what its pages hold, the current token included, in float32.
 
-    q: ``[sequences, heads, dim]`` -> ``[sequences, heads * dim]`` in its dtype.
+    q: ``[sequences, heads, dim]`` -> ``[sequences, heads * dim]`` in its dtype; 0 where there is no sequence.
     """
-    now, start = int(pages.length), int(pages.start) * PAGE
-    keys, values = (_decode(pool[pages.table], pages, i, heads.dim, q.dtype) for i, pool in enumerate(pools))
-    at = torch.arange(start, start + keys.shape[2], device=q.device)
-    seen = (at <= now) & (at >= pages.pads[:, None])
-    if pages.window:
-        seen &= at > now - pages.window
-    grouped = q.float().view(-1, heads.kv, heads.query // heads.kv, heads.dim)
-    scores = (grouped @ keys.transpose(-1, -2) * heads.scaling).masked_fill(~seen[:, None, None], -torch.inf)
-    values = values.masked_fill(~seen[:, None, :, None], 0.0)
-    return (scores.softmax(-1) @ values).reshape(len(q), -1).to(q.dtype)
+    y = torch.zeros_like(q)
+    for b, pad in enumerate(pages.pads.tolist()):
+        if pad < 0:
+            continue
+        now = int(pages.length) - pad
+        begin = max(0, now - pages.window + 1) if pages.window else 0
+        keys, values = _whole(pages, stored, b, begin // PAGE, now // PAGE + 1, heads.dim)
+        inside = slice(begin % PAGE, now + 1 - begin // PAGE * PAGE)
+        keys, values = keys[:, inside], values[:, inside]
+        grouped = q[b].float().view(heads.kv, -1, heads.dim)
+        weights = (grouped @ keys.transpose(-1, -2) * heads.scaling).softmax(-1)
+        y[b] = (weights @ values).flatten(0, 1).to(q.dtype)
+    return y.flatten(1)
 
 
-def _decode(stored: Tensor, pages: Pages, index: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """Pages ``[sequences, pages, kv heads, 64, width]`` -> float32 ``[sequences, kv heads, tokens, dim]``."""
-    stored = stored.transpose(1, 2).flatten(2, 3)
-    if pages.scales is None:
-        return stored.float()
-    if pages.bits == 4:
-        stored = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2)[..., :dim]
-    scale, zero = pages.scales[2 * index : 2 * index + 2]
-    return kv_dequantize(stored, scale, zero).to(dtype).float()
+def _whole(pages: Pages, stored: Stored, b: int, begin: int, end: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Pages ``begin .. end`` of a sequence as float32 ``[kv heads, tokens, dim]``."""
+    packed, old = pages.packed, min(max(begin, packed_pages(pages, b)), end)
+    exact = pages.table[b, old:end]
+    parts = [[pool[exact].float()] for pool in (stored.keys, stored.values)]
+    if packed is not None and stored.packed is not None and begin < old:
+        f = {name: x[packed.table[b, begin:old]] for name, x in stored.packed.items()}
+        keys = f["keys"] if packed.keys == 16 else kvpages.decode_keys(f["keys"], f["key_scales"], packed.keys)
+        values = f["values"].float()
+        if packed.values < 16:
+            rotated = kvpages.decode_values(f["values"], f["value_scales"], packed.values, dim)
+            values = kvpages.rotate(rotated)
+        keys = keys.float()
+        if begin == 0 and stored.first is not None:
+            keys[0, :, : packed.first], values[0, :, : packed.first] = (x[b].float() for x in stored.first)
+        parts = [[keys, *parts[0]], [values, *parts[1]]]
+    whole = [torch.cat(part).transpose(0, 1).flatten(1, 2) for part in parts]
+    return whole[0], whole[1]

@@ -59,130 +59,83 @@ def page_at(address, base, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def page_of(place, scale, zero, at, seen, dtype: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr,
-            GROUPS: tl.constexpr, ODD: tl.constexpr):  # fmt: skip
-    """One page of one head, ``[64, channels at]`` in ``dtype``; tokens that are not seen give 0. ROW: stored elements of a token.
-
-    at: channels; with 4 bits those of one parity, ``2 at + ODD``.
-    """
+def exact_page(place, at, seen, DIM: tl.constexpr):
+    """A page of one head as it is stored, ``[64, channels at]``; tokens that are not seen give 0."""
     slots = tl.arange(0, SLOTS)
-    if BITS == 16:
-        mask = seen[:, None] & (at < DIM)[None, :]
-        stored = place + slots[:, None] * ROW + at[None, :]
-        value = tl.load(stored, mask=mask, other=0.0)
-    else:
-        channel = 2 * at + ODD if BITS == 4 else at
-        # the stored element counts, not its channel: steps of 2 would hide that neighbours are loaded together
-        mask = seen[:, None] & (at < ((DIM + 1 - ODD) // 2 if BITS == 4 else DIM))[None, :]
-        raw = tl.load(place + slots[:, None] * ROW + at[None, :], mask=mask, other=0)
-        if BITS == 4:
-            raw = raw >> 4 if ODD else raw & 15
-        group = tl.minimum(channel, DIM - 1) // (DIM // GROUPS)
-        value = (raw.to(tl.float32) - tl.load(zero + group)[None, :]) * tl.load(scale + group)[None, :]
-        value = tl.where(mask, value, 0.0).to(dtype)
-    return value
+    return tl.load(place + slots[:, None] * DIM + at[None, :], mask=seen[:, None] & (at < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def join(work, sums, first, live, y_at, y_mask, BLOCK_G: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr):
-    """The parts of one key head together: ``[BLOCK_G, WIDE]`` (twice with HALVES) written to ``y_at`` (``y_at + 1``)."""
+def join(work, sums, first, live, y_at, y_mask, BLOCK_G: tl.constexpr, WIDE: tl.constexpr):
+    """The parts of one key head together: ``[BLOCK_G, WIDE]`` written to ``y_at``."""
     queries, inner = tl.arange(0, BLOCK_G), tl.arange(0, WIDE)
-    size: tl.constexpr = BLOCK_G * WIDE
     best = tl.full((BLOCK_G,), -float("inf"), tl.float32)
     for part in range(live):
         best = tl.maximum(best, tl.load(sums + (first + part) * (2 * BLOCK_G) + queries, cache_modifier=".cg"))
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, WIDE), tl.float32)
-    odd = tl.zeros((BLOCK_G, WIDE), tl.float32)
     for part in range(live):
         own = sums + (first + part) * (2 * BLOCK_G) + queries
         factor = tl.exp2(tl.load(own, cache_modifier=".cg") - best)
         total += factor * tl.load(own + BLOCK_G, cache_modifier=".cg")
-        at = work + (first + part) * ((2 if HALVES else 1) * size) + queries[:, None] * WIDE + inner[None, :]
+        at = work + (first + part) * (BLOCK_G * WIDE) + queries[:, None] * WIDE + inner[None, :]
         acc += factor[:, None] * tl.load(at, cache_modifier=".cg")
-        if HALVES:
-            odd += factor[:, None] * tl.load(at + size, cache_modifier=".cg")
     tl.store(y_at, (acc / total[:, None]).to(y_at.dtype.element_ty), mask=y_mask)
-    if HALVES:
-        tl.store(y_at + 1, (odd / total[:, None]).to(y_at.dtype.element_ty), mask=y_mask)
 
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
 def attention_kernel(
-    q, y, base, pads, length, table, start, pools, k_scale, k_zero, v_scale, v_zero, work, sums, lock,
-    scaling, window, stride_table,
+    q, y, base, pads, length, table, pools, work, sums, lock, scaling, window, stride_table,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, WIDE: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q ``[sequences, HEADS, DIM]`` -> y of the same shape. Grid: (sequences * KV_HEADS, PARTS). scaling: times log2 e. base: any
     aligned memory, as elements of the pages (``page_at``)."""
     dtype: tl.constexpr = q.dtype.element_ty
+    size: tl.constexpr = dtype.primitive_bitwidth // 8
     shared: tl.constexpr = HEADS // KV_HEADS
-    halves: tl.constexpr = BITS == 4
     pair, part = tl.program_id(0), tl.program_id(1)
     row, head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
-    pad, now = tl.load(pads + row), tl.load(length)
-    begin = tl.maximum(pad, tl.where(window > 0, now - window + 1, 0))
+    pad = tl.load(pads + row)
+    now = tl.load(length) - pad
+    begin = tl.maximum(tl.where(window > 0, now - window + 1, 0), 0)
     page0 = begin // SLOTS
     pages = now // SLOTS + 1 - page0
     per = tl.maximum(tl.cdiv(pages, PARTS), LEAST)
     live = tl.cdiv(pages, per)
+    queries, at, slots = tl.arange(0, BLOCK_G), tl.arange(0, WIDE), tl.arange(0, SLOTS)
+    q_mask = (queries < shared)[:, None] & (at < DIM)[None, :]
+    q_at = (row * HEADS + head * shared + queries)[:, None] * DIM + at[None, :]
     if (pad >= 0) & (part < live):
-        queries, at, slots = tl.arange(0, BLOCK_G), tl.arange(0, WIDE), tl.arange(0, SLOTS)
-        channel = 2 * at if halves else at
-        q_mask = (queries < shared)[:, None] & (channel < DIM)[None, :]
-        q_at = (row * HEADS + head * shared + queries)[:, None] * DIM + channel[None, :]
         left = tl.load(q + q_at, mask=q_mask, other=0.0)
-        other = left
-        if halves:
-            other = tl.load(q + q_at + 1, mask=q_mask, other=0.0)
         keys, values = tl.load(pools), tl.load(pools + 1)
-        pages_at = table + row * stride_table + page0 - tl.load(start)
-        group = head * GROUPS
-        element: tl.constexpr = dtype.primitive_bitwidth // 8 if BITS == 16 else 1
+        pages_at = table + row * stride_table + page0
         best = tl.full((BLOCK_G,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, WIDE), tl.float32)
-        odd = tl.zeros((BLOCK_G, WIDE), tl.float32)
         for index in tl.range(part * per, tl.minimum((part + 1) * per, pages), num_stages=STAGES):
-            offset = (tl.load(pages_at + index).to(tl.int64) * KV_HEADS + head) * (SLOTS * ROW * element)
-            key_page, value_page = page_at(keys + offset, base, element), page_at(values + offset, base, element)
+            offset = (tl.load(pages_at + index).to(tl.int64) * KV_HEADS + head) * (SLOTS * DIM * size)
             position = (page0 + index) * SLOTS + slots
             seen = (position >= begin) & (position <= now)
-            page = page_of(key_page, k_scale + group, k_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 0)
+            page = exact_page(page_at(keys + offset, base, size), at, seen, DIM)
             scores = product(left, tl.trans(page), PRECISION)
-            if halves:
-                page = page_of(key_page, k_scale + group, k_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 1)
-                scores += product(other, tl.trans(page), PRECISION)
             scores = tl.where(seen[None, :], scores * scaling, -float("inf"))
             new = tl.maximum(best, tl.max(scores, 1))
             factor, weights = tl.exp2(best - new), tl.exp2(scores - new[:, None])
             total, best = total * factor + tl.sum(weights, 1), new
-            page = page_of(value_page, v_scale + group, v_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 0)
+            page = exact_page(page_at(values + offset, base, size), at, seen, DIM)
             acc = acc * factor[:, None] + product(weights.to(dtype), page, PRECISION)
-            if halves:
-                page = page_of(value_page, v_scale + group, v_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 1)
-                odd = odd * factor[:, None] + product(weights.to(dtype), page, PRECISION)
         first = pair * PARTS
-        own = work + (first + part).to(tl.int64) * ((2 if halves else 1) * BLOCK_G * WIDE)
-        tile = queries[:, None] * WIDE + at[None, :]
-        tl.store(own + tile, acc)
-        if halves:
-            tl.store(own + BLOCK_G * WIDE + tile, odd)
+        own = work + (first + part).to(tl.int64) * (BLOCK_G * WIDE)
+        tl.store(own + queries[:, None] * WIDE + at[None, :], acc)
         tl.store(sums + (first + part) * (2 * BLOCK_G) + queries, best)
         tl.store(sums + (first + part) * (2 * BLOCK_G) + BLOCK_G + queries, total)
         tl.debug_barrier()  # every thread's share is written before the counter says so
         if tl.atomic_add(lock + pair, 1, sem="acq_rel") == live - 1:
-            join(work, sums, first, live, y + q_at, q_mask, BLOCK_G, WIDE, halves)
+            join(work, sums, first, live, y + q_at, q_mask, BLOCK_G, WIDE)
             tl.store(lock + pair, 0)
     if (pad < 0) & (part == 0):  # what follows computes with these rows too
-        queries, at = tl.arange(0, BLOCK_G), tl.arange(0, WIDE)
-        for odd_one in tl.static_range(2 if halves else 1):
-            channel = (2 * at + odd_one) if halves else at
-            y_at = y + (row * HEADS + head * shared + queries)[:, None] * DIM + channel[None, :]
-            nothing = tl.zeros((BLOCK_G, WIDE), dtype)
-            tl.store(y_at, nothing, mask=(queries < shared)[:, None] & (channel < DIM)[None, :])
+        tl.store(y + q_at, tl.zeros((BLOCK_G, WIDE), dtype), mask=q_mask)
 
 
 class Workspace:
@@ -191,8 +144,8 @@ class Workspace:
     def __init__(self, sequences: int, heads: Heads, processors: int, device: torch.device) -> None:
         self.parts = parts_for(sequences * heads.kv, processors)
         self.block_g = max(16, triton.next_power_of_2(heads.query // heads.kv))
-        pairs, wide = sequences * heads.kv, max(16, triton.next_power_of_2(heads.dim))
-        self.work = torch.empty(pairs * self.parts * self.block_g * 2 * wide, dtype=torch.float32, device=device)
+        pairs, self.wide = sequences * heads.kv, max(16, triton.next_power_of_2(heads.dim))
+        self.work = torch.empty(pairs * self.parts * self.block_g * self.wide, dtype=torch.float32, device=device)
         self.sums = torch.empty(pairs * self.parts * 2 * self.block_g, dtype=torch.float32, device=device)
         self.lock = torch.zeros(pairs, dtype=torch.int32, device=device)
 
@@ -205,17 +158,14 @@ def parts_for(pairs: int, processors: int) -> int:
 def attend(q: Tensor, pages: Pages, heads: Heads, space: Workspace) -> Tensor:
     """``step.attend`` in one kernel: q ``[sequences, heads, dim]`` -> ``[sequences, heads * dim]``."""
     y = torch.empty_like(q)
-    wide = max(16, triton.next_power_of_2(-(-heads.dim // 2) if pages.bits == 4 else heads.dim))
     exact = "ieee" if INTERPRETED else ("tf32x3" if q.dtype == torch.float32 else "")
-    row = heads.dim if pages.bits != 4 else -(-heads.dim // 2)
     warps, stages = shape_of_launch(heads.dim, q.dtype)
     with torch.cuda.device_of(q):
         attention_kernel[(q.shape[0] * heads.kv, space.parts)](
-            q, y, y if pages.bits == 16 else y.view(torch.uint8), pages.pads, pages.length, pages.table, pages.start, pages.pools, *pages.numbers(space.sums),
-            space.work, space.sums, space.lock, heads.scaling * LOG2E, pages.window, pages.table.stride(0),
-            HEADS=heads.query, KV_HEADS=heads.kv, DIM=heads.dim, BLOCK_G=space.block_g, WIDE=wide,
-            BITS=pages.bits, GROUPS=pages.groups, ROW=row, PARTS=space.parts, PRECISION=exact, STAGES=stages,
-            num_warps=warps, num_stages=stages,
+            q, y, y, pages.pads, pages.length, pages.table, pages.pools, space.work, space.sums, space.lock,
+            heads.scaling * LOG2E, pages.window, pages.table.stride(0),
+            HEADS=heads.query, KV_HEADS=heads.kv, DIM=heads.dim, BLOCK_G=space.block_g, WIDE=space.wide,
+            PARTS=space.parts, PRECISION=exact, STAGES=stages, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y.view(q.shape[0], -1)
 

@@ -5,8 +5,8 @@ residual) in float32 too. Bytes: 8 hidden for x, 2 hidden each for delta and y, 
 About 12 operations a number.
 
 ``rotary_cache_kernel``: one program a head and token. Query heads: [norm], rotary, written for the attention. Key heads: the same, then
-encoded into the page that the position falls into; value heads: encoded. Bytes: 2 a channel read, 2 (or 1, or 1/2) written. The partner
-of a channel is read again rather than exchanged between threads.
+into the exact page that the position falls into; value heads: as they come. The first tokens of a layer that packs its pages go beside them too.
+Bytes: 2 a channel read, 2 written. The partner of a channel is read again rather than exchanged between threads.
 
 ``activate_kernel``: ``act(gate) * up`` where gate and up are no pair that ``linear_pair`` joins. 6 bytes a number.
 
@@ -28,7 +28,6 @@ from torch import Tensor
 from quantkit.runtime.kernels.step import PAGE, Heads, Pages
 from quantkit.runtime.kernels.triton_gemm import activate
 
-HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it off rounds to whole numbers, halves to even
 SLOTS = tl.constexpr(PAGE)
 
 
@@ -80,77 +79,42 @@ def turned(x, weight, root, cos, sin, at, DIM: tl.constexpr, TURN: tl.constexpr,
     return value * tl.load(cos + at, mask=inside, other=1.0) + other * tl.load(sin + at, mask=inside, other=0.0)
 
 
-@triton.jit
-def coded(value, scale, zero, at, DIM: tl.constexpr, GROUPS: tl.constexpr, LEVELS: tl.constexpr):
-    """Codes of channels ``at``, int32: ``clamp(round(value / scale) + zero)``, divided as torch divides. scale, zero: of one head."""
-    group = tl.minimum(at, DIM - 1) // (DIM // GROUPS)
-    code = tl.div_rn(value, tl.load(scale + group))
-    code = (code + HALF_EVEN) - HALF_EVEN + tl.load(zero + group)
-    return tl.minimum(tl.maximum(code, 0.0), LEVELS - 1.0).to(tl.int32)
-
-
-@triton.jit
-def head_of_cache(x, weight, root, cos, sin, place, scale, zero, dtype: tl.constexpr, DIM: tl.constexpr,
-                  TURN: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """One key or value head (TURN 0, NORM false) into its page at the address ``place``, as ``cache.py`` stores it.
-
-    Values are rounded to ``dtype`` before they are encoded, as the definition's are.
-    """
-    if BITS == 4:  # even channels in low halves of bytes, odd ones in high halves
-        at = tl.arange(0, BLOCK // 2)
-        low = turned(x, weight, root, cos, sin, 2 * at, DIM, TURN, NORM).to(dtype).to(tl.float32)
-        high = turned(x, weight, root, cos, sin, 2 * at + 1, DIM, TURN, NORM).to(dtype).to(tl.float32)
-        both = (
-            coded(low, scale, zero, 2 * at, DIM, GROUPS, 16)
-            | coded(high, scale, zero, 2 * at + 1, DIM, GROUPS, 16) << 4
-        )
-        tl.store(place.to(tl.pointer_type(tl.uint8)) + at, both.to(tl.uint8), mask=2 * at < DIM)
-    else:
-        at = tl.arange(0, BLOCK)
-        value = turned(x, weight, root, cos, sin, at, DIM, TURN, NORM).to(dtype)
-        if BITS == 8:
-            code = coded(value.to(tl.float32), scale, zero, at, DIM, GROUPS, 256)
-            tl.store(place.to(tl.pointer_type(tl.uint8)) + at, code.to(tl.uint8), mask=at < DIM)
-        else:
-            tl.store(place.to(tl.pointer_type(dtype)) + at, value, mask=at < DIM)
-
-
 @triton.jit(do_not_specialize=["stride_table"])
 def rotary_cache_kernel(
-    q, k, v, out, q_norm, k_norm, cos, sin, pads, length, table, start, pools, k_scale, k_zero, v_scale, v_zero,
+    q, k, v, out, q_norm, k_norm, cos, sin, pads, length, table, pools, fields,
     eps, stride_q, stride_k, stride_v, stride_table,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v of one token a sequence. Grid: (sequences, HEADS + 2 KV_HEADS). ROW_BYTES: of one token and head in a page."""
+    """q, k, v of one token a sequence. Grid: (sequences, HEADS + 2 KV_HEADS). FIRST: tokens that are written beside the pages too."""
     dtype: tl.constexpr = out.dtype.element_ty
+    size: tl.constexpr = dtype.primitive_bitwidth // 8
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pad = tl.load(pads + row)
-    now = tl.load(length)
     at = tl.arange(0, BLOCK)
     if pad >= 0:
-        angle = (now - pad).to(tl.int64) * TURN
+        now = tl.load(length) - pad
+        angle = now.to(tl.int64) * TURN
         if head < HEADS:
             x = q + row * stride_q + head * DIM
             root = head_root(x, at, eps, DIM, NORM)
-            value = turned(x, q_norm, root, cos + angle, sin + angle, at, DIM, TURN, NORM)
-            tl.store(out + (row * HEADS + head) * DIM + at, value.to(dtype), mask=at < DIM)
+            value = turned(x, q_norm, root, cos + angle, sin + angle, at, DIM, TURN, NORM).to(dtype)
+            tl.store(out + (row * HEADS + head) * DIM + at, value, mask=at < DIM)
         else:
             which = (head - HEADS) // KV_HEADS  # 0: keys, 1: values
             inner = (head - HEADS) % KV_HEADS
-            page = tl.load(table + row * stride_table + now // SLOTS - tl.load(start)).to(tl.int64)
-            place = tl.load(pools + which) + ((page * KV_HEADS + inner) * SLOTS + now % SLOTS) * ROW_BYTES
-            group = inner * GROUPS
+            page = tl.load(table + row * stride_table + now // SLOTS).to(tl.int64)
+            place = tl.load(pools + which) + ((page * KV_HEADS + inner) * SLOTS + now % SLOTS) * (DIM * size)
             if which == 0:
                 x = k + row * stride_k + inner * DIM
                 root = head_root(x, at, eps, DIM, NORM)
-                head_of_cache(x, k_norm, root, cos + angle, sin + angle, place, k_scale + group, k_zero + group,
-                              dtype, DIM, TURN, NORM, BITS, GROUPS, BLOCK)  # fmt: skip
+                value = turned(x, k_norm, root, cos + angle, sin + angle, at, DIM, TURN, NORM).to(dtype)
             else:
-                x = v + row * stride_v + inner * DIM
-                head_of_cache(x, k_norm, 1.0, cos, sin, place, v_scale + group, v_zero + group,
-                              dtype, DIM, 0, False, BITS, GROUPS, BLOCK)  # fmt: skip
+                value = tl.load(v + row * stride_v + inner * DIM + at, mask=at < DIM, other=0.0).to(dtype)
+            tl.store(place.to(tl.pointer_type(dtype)) + at, value, mask=at < DIM)
+            if now < FIRST:
+                beside = tl.load(fields + 4 + which) + ((row * KV_HEADS + inner) * FIRST + now) * (DIM * size)
+                tl.store(beside.to(tl.pointer_type(dtype)) + at, value, mask=at < DIM)
 
 
 @triton.jit
@@ -205,13 +169,13 @@ def rotary_and_cache(
     """``step.rotary_and_cache`` in one kernel. q, k, v ``[sequences, heads * dim]``, last stride 1; returns q ``[sequences, heads, dim]``."""
     out = torch.empty(q.shape[0], heads.query, heads.dim, dtype=q.dtype, device=q.device)
     cos, sin = angles
+    packed = pages.packed
     with torch.cuda.device_of(q):
         rotary_cache_kernel[(q.shape[0], heads.query + 2 * heads.kv)](
             q, k, v, out, cos if norms[0] is None else norms[0], cos if norms[1] is None else norms[1], cos, sin,
-            pages.pads, pages.length, pages.table, pages.start, pages.pools, *pages.numbers(cos),
+            pages.pads, pages.length, pages.table, pages.pools, pages.pools if packed is None else packed.fields,
             eps, q.stride(0), k.stride(0), v.stride(0), pages.table.stride(0),
             HEADS=heads.query, KV_HEADS=heads.kv, DIM=heads.dim, TURN=cos.shape[1], NORM=norms[0] is not None,
-            BITS=pages.bits, GROUPS=pages.groups, ROW_BYTES=pages.row_bytes(heads.dim, q.dtype),
-            BLOCK=triton.next_power_of_2(heads.dim), num_warps=1,
+            FIRST=0 if packed is None else packed.first, BLOCK=triton.next_power_of_2(heads.dim), num_warps=1,
         )  # fmt: skip
     return out

@@ -19,8 +19,8 @@ triton = pytest.importorskip("triton")
 
 POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "work": "*fp32", "lock": "*i32", "index": "*i64",
             "codes": "*i8", "weights": "*i8", "x_scales": "*fp32", "w_scales": "*fp16", "eps": "fp32", "scaling": "fp32",
-            **dict.fromkeys(("pads", "length"), "*i32"), **dict.fromkeys(("table", "pools"), "*i64"),
-            **dict.fromkeys(("k_scale", "k_zero", "v_scale", "v_zero", "sums", "residual", "after", "weight"), "*fp32"),
+            **dict.fromkeys(("pads", "length", "done"), "*i32"), **dict.fromkeys(("table", "packed", "pools", "fields"), "*i64"),
+            **dict.fromkeys(("sums", "residual", "after", "weight"), "*fp32"),
             **dict.fromkeys(("q_norm", "k_norm", "cos", "sin"), "*fp32")}  # fmt: skip
 ALIGNED = (
     "codes",
@@ -51,10 +51,6 @@ ALIGNED = (
     "table",
     "pools",
     "sums",
-    "k_scale",
-    "k_zero",
-    "v_scale",
-    "v_zero",
 )
 LAYOUT = {"HELD": 4, "WIDTH": 64, "GROUP": 128, "RECORD": 192, "ASYM": True, "EVEN": True, "TABLE": 0}
 FUSED = {**LAYOUT, "FLUSH": 2, "BIAS": False, "PAIR": 0, "ACT": "", "SPLIT": True, "STAGES": 3}
@@ -75,9 +71,8 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
         kinds.update(words="*i8", zeros="*i16")
     if "BLOCK_C" in constants:
         kinds = GPTQ
-    if "pools" in names:
-        kinds["start"] = "*i32"
-        kinds["base"] = f"*{dtype}" if constants["BITS"] == 16 else "*u8"
+    if "base" in names:
+        kinds["base"] = f"*{dtype}"
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(
         fn=kernel,
@@ -287,42 +282,37 @@ HEADS = {"HEADS": 32, "KV_HEADS": 8}
 
 
 @pytest.mark.parametrize("arch", [90, 80])
-@pytest.mark.parametrize("bits", [16, *(pytest.param(bits, marks=pytest.mark.slow) for bits in (8, 4))])
-def test_rotary_and_the_cache_write_stay_in_registers(bits: int, arch: int) -> None:
+def test_rotary_and_the_cache_write_stay_in_registers(arch: int) -> None:
     from quantkit.runtime.kernels.triton_step import rotary_cache_kernel
 
     for dim in (64, 128, 256):
-        more = {"DIM": dim, "TURN": dim, "NORM": True, "BITS": bits, "GROUPS": max(1, dim // 64), "BLOCK": dim}
-        check(compiled(rotary_cache_kernel, {**HEADS, **more, "ROW_BYTES": dim * bits // 8}, arch, 1), arch)
+        more = {"DIM": dim, "TURN": dim, "NORM": True, "FIRST": 4, "BLOCK": dim}
+        check(compiled(rotary_cache_kernel, {**HEADS, **more}, arch, 1), arch)
 
 
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize(
-    ("dim", "bits", "dtype"),
+    ("dim", "dtype"),
     [
-        (128, 16, "bf16"),
-        (128, 4, "bf16"),
+        (128, "bf16"),
         *(pytest.param(*more, marks=pytest.mark.slow) for more in (
-            (64, 16, "bf16"), (64, 8, "bf16"), (64, 4, "bf16"), (128, 8, "bf16"), (256, 16, "bf16"), (256, 8, "bf16"),
-            (256, 4, "bf16"), (128, 16, "fp16"), (64, 16, "fp32"), (128, 16, "fp32"), (128, 8, "fp32"),
+            (64, "bf16"), (256, "bf16"), (128, "fp16"), (64, "fp32"), (128, "fp32"),
         )),
     ],
 )  # fmt: skip
-def test_attention_over_pages_compiles_without_spills(dim: int, bits: int, dtype: str, arch: int) -> None:
+def test_attention_over_pages_compiles_without_spills(dim: int, dtype: str, arch: int) -> None:
     import torch
 
     from quantkit.runtime.kernels.triton_attention import attention_kernel, shape_of_launch
 
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     warps, stages = shape_of_launch(dim, torch_dtype)
-    wide = dim // 2 if bits == 4 else dim
     constants = {
-        **HEADS, "DIM": dim, "BLOCK_G": 16, "WIDE": wide, "BITS": bits, "GROUPS": max(1, dim // 64), "ROW": wide, "PARTS": 32,
-        "PRECISION": "tf32x3" if dtype == "fp32" else "", "STAGES": stages,
+        **HEADS, "DIM": dim, "BLOCK_G": 16, "WIDE": dim, "PARTS": 32, "PRECISION": "tf32x3" if dtype == "fp32" else "", "STAGES": stages,
     }  # fmt: skip
     result = compiled(attention_kernel, constants, arch, warps, dtype)
     check(result, arch)
     assert re.search(r"mma[.\w]*\.m16n8k", result["asm"]["ptx"])  # a key head's queries on matrix units
-    one = {16: "b32" if dtype == "fp32" else "b16"}.get(bits, "b8")
+    one = "b32" if dtype == "fp32" else "b16"
     alone = len(re.findall(rf"ld\.global\.{one}\b", result["asm"]["ptx"]))
     assert alone < 16, alone  # 128 and more where pages are loaded element by element

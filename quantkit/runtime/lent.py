@@ -1,0 +1,89 @@
+"""The pages of a batch as kernels on a device see them: static tensors, all layers of a kind above each other, filled anew for every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.core.kvscheme import PAGE_TOKENS
+from quantkit.runtime.cache import KVCache
+from quantkit.runtime.kernels.step import FIELDS, PackedPages, Pages
+from quantkit.runtime.lease import lease
+from quantkit.runtime.paged import LayerSpec, PagedLayer
+
+
+class Lent:
+    """Tables and addresses for ``rows`` sequences of up to ``tokens`` positions. ``layers``: a ``Pages`` each, views of the tensors here.
+
+    pads: int32 ``[rows]``, -1 where there is no sequence. length: int32 ``[1]``. exact, packed: int64 ``[layers, rows, pages]``. done: int32
+    ``[layers, rows]``. pools: int64 ``[layers, 2]``, fields: int64 ``[layers, 6]`` (``kernels/step.py`` says what they hold).
+    """
+
+    def __init__(self, rows: int, tokens: int, specs: Sequence[LayerSpec], dim: int, device: torch.device) -> None:
+        count, pages = len(specs), -(-tokens // PAGE_TOKENS)
+        self.pads = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        self.length = torch.zeros(1, dtype=torch.int32, device=device)
+        self.exact = torch.zeros(count, rows, pages, dtype=torch.int64, device=device)
+        self.packed = torch.zeros(count, rows, pages, dtype=torch.int64, device=device)
+        self.done = torch.zeros(count, rows, dtype=torch.int32, device=device)
+        self.pools = torch.zeros(count, 2, dtype=torch.int64, device=device)
+        self.fields = torch.zeros(count, 6, dtype=torch.int64, device=device)
+        self.layers = [self._layer(i, spec, dim) for i, spec in enumerate(specs)]
+
+    def _layer(self, i: int, spec: LayerSpec, dim: int) -> Pages:
+        packed = None
+        if spec.packing is not None:
+            s = spec.scheme
+            packed = PackedPages(
+                self.packed[i], self.done[i], self.fields[i], s.keys, s.values, s.groups(dim), s.recent, s.first
+            )
+        return Pages(self.pads, self.length, self.exact[i], self.pools[i], spec.window or 0, packed)
+
+    def fill(self, cache: KVCache, until: int | None = None) -> None:
+        """Point at a cache, with pages for positions up to ``until`` of its longest sequence, lent (``lease.py``); None: for the next token only,
+        by the cache's own account."""
+        lengths, longest = cache.lengths, cache.length
+        pads = [longest - n for n in lengths]
+        self.pads.fill_(-1)
+        self.pads[: len(pads)] = torch.tensor(pads, dtype=torch.int32).to(self.pads.device)
+        self.length.fill_(longest)
+        if until is None:
+            for layer in cache.layers:
+                layer.reserve([n + 1 for n in lengths])
+            tables = [held(layer, longest // PAGE_TOKENS + 1) for layer in cache.layers]
+        else:
+            tables = [lease(layer, [until - pad for pad in pads]) for layer in cache.layers]
+        for i, pair in enumerate(tables):
+            for whole, table in zip((self.exact, self.packed), pair, strict=True):
+                whole[i, : len(pads), : table.shape[1]] = table
+        done = torch.tensor([[row.packed for row in layer.rows] for layer in cache.layers], dtype=torch.int32)
+        self.done[:, : len(pads)] = done.to(self.done.device)
+        self.pools.copy_(torch.tensor([_exact_addresses(layer) for layer in cache.layers]))
+        self.fields.copy_(torch.tensor([_packed_addresses(layer) for layer in cache.layers]))
+
+
+def held(layer: PagedLayer, pages: int) -> tuple[Tensor, Tensor]:
+    """int64 ``[batch, pages]`` on the host: the exact and the packed pages that sequences hold, by their number in the sequence; 0 where there is
+    none."""
+    tables = []
+    for name in ("exact", "packed"):
+        lists = [
+            (row.base, row.exact_pages) if name == "exact" else (row.dropped, row.packed_pages) for row in layer.rows
+        ]
+        tables.append(torch.tensor([[*[0] * first, *own, *[0] * (pages - first - len(own))] for first, own in lists]))
+    return tables[0], tables[1]
+
+
+def _exact_addresses(layer: PagedLayer) -> list[int]:
+    fields = layer.pool().fields
+    return [fields[name].data_ptr() for name in ("keys", "values")]
+
+
+def _packed_addresses(layer: PagedLayer) -> list[int]:
+    if layer.packed is None or layer.first is None:
+        return [0] * 6
+    fields = layer.packed.fields
+    found = [fields[name].data_ptr() if name in fields else 0 for name in FIELDS]
+    return found + [kept.data_ptr() for kept in layer.first]
