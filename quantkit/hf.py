@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.errors import RequestError, UnsupportedModel
-from quantkit.formats.kv_scales import read_kv_scales
+from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.native import Native
 from quantkit.formats.reader import QuantizedReader
 from quantkit.runtime.load import load_packed, place_modules, tied_heads
@@ -90,7 +90,7 @@ class QuantkitQuantizer(HfQuantizer):
         load_packed(model, self.source, self.reader, self.places, self.shared, device, model.dtype, None)
         if device.type == "cuda":
             join_siblings(model, device)
-        if self.source.path.is_dir() and read_kv_scales(self.source.path) is not None:
+        if self.source.path.is_dir() and read_kv_plan(self.source.path) is not None:
             logging.get_logger(__name__).warning(
                 f"{self.source.path} holds a calibrated KV cache; transformers keeps its own in 16 bits or more. quantkit.load uses it."
             )

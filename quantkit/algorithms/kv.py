@@ -1,38 +1,78 @@
-"""Static scales for the KV cache: a bounded sample of keys and values, then the range that minimises rounding error.
+"""The KV cache in calibration: static scales per channel, and what a cache gives back for keys and values.
 
-A 4-bit scale that spans the extreme values wastes most of its 15 steps on outliers (attention sinks, single channels), so
-the range of each group is clipped where the mean of |error|**3 over the sample is smallest. Idea of the search: Nagel et
-al., arXiv 2106.08295, section 3.1, which squares. The cube clips less: attention follows the large keys. Seen on SmolLM2-135M
-(2560 tokens of calibration, KL over 768): 8 bits 0.0022 unclipped, 0.0026 squared, 0.0021 cubed; 4 bits 0.52, 0.24, 0.22.
-Keys come after rotary, as the cache sees them.
+Static scales are chosen on a bounded sample of tokens, channel by channel, for the least squared error (``fit_range``): each channel is a
+number line of its own, and the weight that attention gives a channel is the same for all ranges tried on it. With 8 bits the range is
+that of every token seen: what would be gained by clipping is less than what one clipped token may lose. Keys come after rotary, as
+the cache sees them; values are rotated by the Hadamard matrix first, as the pages hold them. Tokens that the cache keeps exact
+(the first ones of a sequence, which are unlike all others) are left out.
+
+fp8: one scale for all keys of a layer and one for all values, the largest magnitude / 448, of all tokens: vLLM and SGLang, which read these
+scales, keep no token exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
-from quantkit.core.kvscheme import KVScheme, LayerScales
+from quantkit.core.kvpages import (
+    FP8_MOST,
+    decode_fp8,
+    decode_keys,
+    decode_static,
+    decode_values,
+    encode_fp8,
+    encode_keys,
+    encode_static,
+    encode_values,
+    quantize,
+    rotate,
+)
+from quantkit.core.kvscheme import FIRST_EXACT, PAGE_TOKENS, KVScheme, LayerScales
 from quantkit.errors import NumericsError, RequestError
 
-# A scale is never smaller than this fraction of its group's largest magnitude: codes of a (nearly) constant group stay
-# far inside the range where float32 represents whole numbers exactly (zero = value / scale < 2**24).
-SMALLEST_RELATIVE_SCALE = 2.0**-16
-
-
 NON_FINITE_LIMIT = 0.1  # share of dropped tokens above which scales would mean nothing
-SAMPLE_TOKENS = 2048  # enough for a scale per head and group: hundreds of thousands of values
+SAMPLE_TOKENS = 2048  # a channel's range of 15 steps is known to a few percent from so many
+SMALLEST = 2.0**-40  # of a float32 scale: a channel that is always the same
+SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+REFITS = 10
+
+Range = tuple[Tensor, Tensor]  # scale and low, float32 [kv_heads, head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRanges:
+    """What calibration knows of one layer's cache: ranges by bits, and what each width costs (``convert`` with a budget, else empty)."""
+
+    keys: dict[int, Range]
+    values: dict[int, Range]
+    key_damage: dict[int, float] = field(default_factory=dict)
+    value_damage: dict[int, float] = field(default_factory=dict)
+
+    def scales(self, scheme: KVScheme) -> LayerScales:
+        """For one choice of bits. A side of 16 bits has no scales: 1 and 0 stand there, which nothing reads."""
+        sides = [self._side(self.keys, scheme.keys), self._side(self.values, scheme.values)]
+        return LayerScales(*sides[0], *sides[1])
+
+    def _side(self, ranges: dict[int, Range], bits: int) -> Range:
+        if bits == 16:
+            shape = next(iter((*self.keys.values(), *self.values.values())))[0].shape
+            return torch.ones(shape), torch.zeros(shape)
+        return ranges[bits]
 
 
 class KVObserver:
-    """Statistics of one layer: the extreme value of every channel and a uniform random sample of tokens.
+    """Statistics of one layer: the extreme values of every channel and a uniform random sample of tokens.
 
-    Memory is bounded by ``sample_tokens`` (2 x kv_heads x sample_tokens x head_dim floats), however much is added.
-    The same seed and the same calls give the same sample.
+    first: tokens at the beginning of each sequence that are left out. Memory is bounded by ``sample_tokens``
+    (2 x kv_heads x sample_tokens x head_dim floats), however much is added. The same seed and the same calls give the same sample.
     """
 
-    def __init__(self, sample_tokens: int = SAMPLE_TOKENS, seed: int = 0) -> None:
-        self.sample_tokens = sample_tokens
+    def __init__(self, first: int = FIRST_EXACT, sample_tokens: int = SAMPLE_TOKENS, seed: int = 0) -> None:
+        self.first, self.sample_tokens = first, sample_tokens
         self.tokens = 0
         self.dropped = 0  # tokens left out because a key or value was not finite
         self._generator = torch.Generator().manual_seed(seed)
@@ -40,107 +80,174 @@ class KVObserver:
         self._sides: list[_Side] = []
 
     def add(self, k: Tensor, v: Tensor) -> None:
-        """k, v: float ``[batch, kv_heads, tokens, head_dim]``, keys after rotary. Tokens with NaN or inf are left out."""
+        """k, v: float ``[batch, kv_heads, tokens, head_dim]`` from the beginning of sequences, keys after rotary.
+
+        Tokens with NaN or inf are left out.
+        """
         if k.shape != v.shape or k.dim() != 4:
             raise NumericsError(
                 f"keys {list(k.shape)} and values {list(v.shape)}: the quantized cache needs equal shapes "
                 "[batch, kv_heads, tokens, head_dim]."
             )
         if not self._sides:
-            self._sides = [_Side(), _Side()]
-        flat = [x.detach().transpose(0, 1).reshape(k.shape[1], -1, k.shape[3]).float().cpu() for x in (k, v)]
+            self._sides = [_Side(turned=False), _Side(turned=True)]
+        flat = [x.detach().transpose(0, 1).reshape(k.shape[1], -1, k.shape[3]).float() for x in (k, v)]
+        late = (torch.arange(k.shape[2], device=k.device) >= self.first).repeat(k.shape[0])
         finite = torch.isfinite(flat[0]).all(-1).all(0) & torch.isfinite(flat[1]).all(-1).all(0)
         if not bool(finite.all()):
             self.dropped += int((~finite).sum())
-            flat = [x[:, finite] for x in flat]
+            flat, late = [x[:, finite] for x in flat], late[finite]
+        for side, x in zip(self._sides, flat, strict=True):
+            side.see(x)
+        flat = [x[:, late] for x in flat]
         count = flat[0].shape[1]
         if not count:
             return
         priority = torch.cat([self._priority, torch.rand(count, generator=self._generator)])
         keep = priority.topk(min(self.sample_tokens, len(priority))).indices.sort().values
         for side, x in zip(self._sides, flat, strict=True):
-            side.add(x, keep)
+            side.add(x, keep, len(self._priority))
         self._priority = priority[keep]
         self.tokens += count
 
-    def result(self, scheme: KVScheme) -> LayerScales:
-        """The scales that minimise the cubed error over the sample.
+    def ranges(self, schemes: Collection[KVScheme]) -> LayerRanges:
+        """Ranges for every width of keys and of values in ``schemes``, all of them fp8 or none.
 
         Raises RequestError if nothing was added, NumericsError if more than a tenth of it was not finite.
         """
-        if scheme.bits == 16:
-            raise RequestError("kv_bits=16: a 16-bit cache has no scales.")
-        if not self._sides:
-            raise RequestError("no keys and values were observed: the calibration text is empty.")
+        if not self.tokens:
+            raise RequestError(
+                f"no keys and values to calibrate were observed: the calibration windows have no more than the {self.first} tokens "
+                "that stay exact. Use a longer --seq-len."
+            )
         if self.dropped > NON_FINITE_LIMIT * (self.tokens + self.dropped):
             raise NumericsError(
                 f"{self.dropped} of {self.tokens + self.dropped} calibration tokens have NaN or infinite keys or values; no "
                 "cache scale can be calibrated from them. Check the model with `quantkit eval`, or use --kv-bits 16."
             )
-        head_dim = self._sides[0].sample.shape[-1]
-        k_scale, k_zero = self._sides[0].scales(scheme)
-        v_scale, v_zero = self._sides[1].scales(scheme)
-        return LayerScales(k_scale, k_zero, v_scale, v_zero, head_dim)
+        keys, values = self._sides
+        if any(scheme.scales == "fp8" for scheme in schemes):
+            return LayerRanges({8: keys.fp8()}, {8: values.fp8()})
+        return LayerRanges(
+            {bits: keys.range(bits) for bits in sorted({s.keys for s in schemes} - {16})},
+            {bits: values.range(bits) for bits in sorted({s.values for s in schemes} - {16})},
+        )
 
 
 class _Side:
-    """Keys or values: extremes ``[kv_heads, head_dim]`` and a sample ``[kv_heads, tokens, head_dim]``."""
+    """Keys or values: extremes ``[kv_heads, head_dim]`` and a sample ``[kv_heads, tokens, head_dim]``. turned: by Hadamard."""
 
-    def __init__(self) -> None:
+    def __init__(self, turned: bool) -> None:
+        self.turned = turned
         self.sample = torch.empty(0)
         self.low = torch.empty(0)
         self.high = torch.empty(0)
+        self.largest = 0.0
 
-    def add(self, x: Tensor, keep: Tensor) -> None:
-        low, high = x.amin(1), x.amax(1)
-        first = not self.sample.numel()
-        self.low = low if first else torch.minimum(self.low, low)
-        self.high = high if first else torch.maximum(self.high, high)
-        self.sample = (x if first else torch.cat([self.sample, x], dim=1))[:, keep].contiguous()
+    def see(self, x: Tensor) -> None:
+        """Every token, before any is left out: fp8 caches of other engines keep none exact."""
+        if x.numel():
+            self.largest = max(self.largest, float(x.abs().amax()))
 
-    def scales(self, scheme: KVScheme) -> tuple[Tensor, Tensor]:
-        heads, tokens, head_dim = self.sample.shape
-        groups = scheme.groups(head_dim)
-        values = self.sample.reshape(heads, tokens, groups, -1).transpose(1, 2).reshape(heads, groups, -1)
-        low = self.low.reshape(heads, groups, -1).amin(-1)
-        high = self.high.reshape(heads, groups, -1).amax(-1)
-        return search_range(values, low, high, scheme.levels)
+    def add(self, x: Tensor, keep: Tensor, before: int) -> None:
+        """x: ``[kv_heads, tokens, head_dim]``. keep: indices into the sample of ``before`` tokens with x behind it."""
+        x = rotate(x) if self.turned else x
+        low, high = x.amin(1).cpu(), x.amax(1).cpu()
+        new = x[:, (keep[keep >= before] - before).to(x.device)].cpu()
+        if not self.sample.numel():
+            self.low, self.high, self.sample = low, high, new.contiguous()
+            return
+        self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+        self.sample = torch.cat([self.sample[:, keep[keep < before]], new], dim=1)
+
+    def range(self, bits: int) -> Range:
+        if bits == 8:
+            return full_range(self.low, self.high, bits)
+        return fit_range(self.sample.transpose(1, 2).contiguous(), bits)
+
+    def fp8(self) -> Range:
+        scale = torch.full_like(self.low, max(self.largest / FP8_MOST, SMALLEST))
+        return scale, torch.zeros_like(scale)
 
 
-def search_range(values: Tensor, low: Tensor, high: Tensor, levels: int, *, steps: int = 20) -> tuple[Tensor, Tensor]:
-    """Scale and zero of each group that minimise ``sum |error|**3`` over ``values``, never worse there than the full range.
+def full_range(low: Tensor, high: Tensor, bits: int) -> Range:
+    """The range whose ends are codes: scale and low."""
+    return ((high - low) / ((1 << bits) - 1)).clamp(min=SMALLEST), low.clone()
 
-    values: float32 ``[..., n]``. low, high: ``[...]``, the extremes to start from. The two ends are pulled towards the
-    group's mean in turn, two rounds of ``steps`` positions each. Returns float32 ``[...]``, zeros whole numbers.
+
+def fit_range(x: Tensor, bits: int) -> Range:
+    """Scale and low of groups along the last dimension, for a small squared error; never worse there than the full range.
+
+    x: float32 ``[..., n]`` -> ``[...]`` each. First both ends are pulled towards the mean together, as far as that helps; then range
+    and codes are fitted to each other in turn (the range by least squares for fixed codes: Lloyd's method, IEEE Trans. Inf. Theory 28, 1982, with
+    levels that stay evenly spaced), which can only lower the error.
     """
-    centre = values.mean(-1)
-    # Errors are measured against the full range, else the cubes of small values become subnormal, which is very slow.
-    unit = (high - low).clamp(min=1e-30)[..., None]
-    ends = [torch.ones_like(low), torch.ones_like(low)]
-    candidates = torch.cat([torch.linspace(1.0, 0.1, steps - 4), torch.tensor([0.07, 0.05, 0.03, 0.02])])
-
-    def trial(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scale, zero = _params(centre + (low - centre) * left, centre + (high - centre) * right, levels)
-        codes = torch.round(values / scale[..., None]).add_(zero[..., None]).clamp_(0, levels - 1)
-        error = codes.sub_(zero[..., None]).mul_(scale[..., None]).sub_(values).abs_().div_(unit)
-        return error.mul_(error.square()).sum(-1), scale, zero
-
-    best, scale, zero = trial(ends[0], ends[1])
-    for _ in range(2):
-        for end in (0, 1):
-            for shrink in candidates:
-                tried = list(ends)
-                tried[end] = torch.full_like(low, float(shrink))
-                error, new_scale, new_zero = trial(tried[0], tried[1])
-                better = error < best
-                best = torch.where(better, error, best)
-                scale, zero = torch.where(better, new_scale, scale), torch.where(better, new_zero, zero)
-                ends[end] = torch.where(better, tried[end], ends[end])
-    return scale, zero
+    centre, low, high = x.mean(-1), x.amin(-1), x.amax(-1)
+    scale, least = full_range(low, high, bits)
+    error = _error(x, scale, least, bits)
+    for shrink in SHRINKS[1:]:
+        tried = full_range(centre + (low - centre) * shrink, centre + (high - centre) * shrink, bits)
+        scale, least, error = _better(x, bits, tried, (scale, least), error)
+    for _ in range(REFITS):
+        codes = quantize(x, scale[..., None], least[..., None], bits)
+        mean = codes.mean(-1)
+        codes -= mean[..., None]
+        spread = codes.square().sum(-1)
+        slope = (codes * (x - centre[..., None])).sum(-1) / spread.clamp(min=1e-30)
+        slope = torch.where((spread > 0) & (slope > SMALLEST), slope, scale)
+        scale, least, error = _better(x, bits, (slope, centre - slope * mean), (scale, least), error)
+    return scale, least
 
 
-def _params(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    magnitude = torch.maximum(low.abs(), high.abs())
-    smallest = (magnitude * SMALLEST_RELATIVE_SCALE).clamp(min=1e-12)
-    scale = torch.maximum((high - low) / (levels - 1), smallest)
-    return scale, torch.round(-low / scale)
+def _better(x: Tensor, bits: int, tried: Range, held: Range, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cost = _error(x, *tried, bits)
+    better = cost < error
+    scale, least = (torch.where(better, new, old) for new, old in zip(tried, held, strict=True))
+    return scale, least, torch.minimum(cost, error)
+
+
+def _error(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
+    back = quantize(x, scale[..., None], low[..., None], bits).mul_(scale[..., None]).add_(low[..., None])
+    return back.sub_(x).square_().sum(-1)
+
+
+def as_cached(k: Tensor, v: Tensor, scheme: KVScheme, static: LayerScales | None = None) -> tuple[Tensor, Tensor]:
+    """Whole sequences as the cache gives them to a query after their last token: pages older than ``recent`` rounded, the rest exact.
+
+    k, v: float ``[batch, kv_heads, tokens, head_dim]``, unpadded; results of their dtypes. static: scales of a scheme that is not online.
+    """
+    end = max(0, k.shape[2] - scheme.recent) // PAGE_TOKENS * PAGE_TOKENS
+    if not end:
+        return k, v
+    found = []
+    for x, bits, rounded in ((k, scheme.keys, _cached_keys), (v, scheme.values, _cached_values)):
+        if bits < 16:
+            x = x.clone()
+            x[:, :, scheme.first : end] = rounded(x[:, :, :end], scheme, static)[:, :, scheme.first :].to(x.dtype)
+        found.append(x)
+    return found[0], found[1]
+
+
+def _cached_keys(x: Tensor, scheme: KVScheme, static: LayerScales | None) -> Tensor:
+    if static is not None and scheme.scales != "online":
+        return _static(x, static.k_scale, static.k_low, scheme, scheme.keys)
+    pages = x.unflatten(2, (-1, PAGE_TOKENS))
+    parts = [(pages[:, :, :1], scheme.first), (pages[:, :, 1:], 0)]
+    found = [decode_keys(*encode_keys(page, scheme.keys, skip), scheme.keys) for page, skip in parts if page.shape[2]]
+    return torch.cat(found, 2).flatten(2, 3)
+
+
+def _cached_values(x: Tensor, scheme: KVScheme, static: LayerScales | None) -> Tensor:
+    if static is not None and scheme.scales == "fp8":
+        return _static(x, static.v_scale, static.v_low, scheme, 8)
+    if static is not None and scheme.scales == "static":
+        return rotate(_static(rotate(x), static.v_scale, static.v_low, scheme, scheme.values))
+    stored = encode_values(x, scheme.values, scheme.groups(x.shape[-1]))
+    return rotate(decode_values(*stored, scheme.values, x.shape[-1]))
+
+
+def _static(x: Tensor, scale: Tensor, low: Tensor, scheme: KVScheme, bits: int) -> Tensor:
+    scale, low = scale.to(x.device), low.to(x.device)
+    if scheme.scales == "fp8":
+        return decode_fp8(encode_fp8(x, scale), scale)
+    return decode_static(encode_static(x, scale, low, bits), scale, low, bits)

@@ -68,12 +68,7 @@ def observe(
 
     handles = [linear.register_forward_pre_hook(hook(i)) for i, linear in enumerate(firsts)]
     if cache is not None:
-        taken = next((key for key in ("past_key_values", "layer_past") if key in call.kwargs), None)
-        if taken is None:
-            raise UnsupportedModel(
-                f"{type(block).__name__}: takes no past_key_values; its KV cache cannot be calibrated."
-            )
-        call = dataclasses.replace(call, kwargs={**call.kwargs, taken: cache})
+        call = with_cache(block, call, cache)
     try:
         for hidden in Shuttle(states, device).arriving():
             seen.clear()
@@ -87,6 +82,14 @@ def observe(
     if cache is not None and not cache.called:
         raise UnsupportedModel(f"{type(block).__name__}: never hands its keys and values to the cache.")
     return hessians
+
+
+def with_cache(block: nn.Module, call: Call, cache: Any) -> Call:
+    """The call with ``cache``, which has the ``update`` of transformers' ``Cache``. Raises UnsupportedModel if the block takes none."""
+    taken = next((key for key in ("past_key_values", "layer_past") if key in call.kwargs), None)
+    if taken is None:
+        raise UnsupportedModel(f"{type(block).__name__}: takes no past_key_values; its KV cache cannot be calibrated.")
+    return dataclasses.replace(call, kwargs={**call.kwargs, taken: cache})
 
 
 @torch.no_grad()

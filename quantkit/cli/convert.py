@@ -80,10 +80,24 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 )
 @click.option(
     "--kv-bits",
-    type=int,
-    default=16,
+    default="16",
     show_default=True,
-    help="KV cache: 16, 8 or 4; its scales are calibrated and stored.",
+    metavar="BITS",
+    help="KV cache: 16, 8, 4, 3, 2, fp8, or keys and values apart: k4v2. Calibrated and stored.",
+)
+@click.option(
+    "--kv-scales",
+    default="online",
+    show_default=True,
+    metavar="HOW",
+    help="online: each page of the cache has its own; static: calibrated, one per channel.",
+)
+@click.option(
+    "--kv-budget",
+    type=float,
+    metavar="BITS",
+    help="Instead of --kv-bits: 8, 4, 3 or 2 for keys and for values of each layer, by measured damage; at most so many bits a number "
+    "on average (codes; scales come on top and are reported).",
 )
 @click.option(
     "--calibration",
@@ -122,14 +136,13 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("--kv-budget", hidden=True)
 @click.option("--target-bpw", hidden=True)
 @click.option("--target-size", hidden=True)
 def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Quantize SOURCE into the folder --out: a complete checkpoint with config, tokenizer and manifest.
 
     SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch` knows.
-    A SOURCE that is quantized already is repacked into --format: the same codes, no text is read.
+    A SOURCE that is quantized already is repacked into --format: the same codes; with --kv-bits its cache is calibrated too.
     """
     from quantkit.convert.options import (
         NOT_LANDED,

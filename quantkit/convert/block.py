@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from quantkit.algorithms import CALIBRATED, Scales, Solution
 from quantkit.algorithms.awq import awq
 from quantkit.algorithms.gptq import ColumnLoop, GPTQOptions, gptq, proxy_loss
+from quantkit.algorithms.kv import LayerRanges
 from quantkit.algorithms.rtn import rtn
 from quantkit.convert.plan import Plan, Target
 from quantkit.convert.report import LayerReport
 from quantkit.convert.verify import decision_sha256
 from quantkit.core.activations import round_input
 from quantkit.core.affine import SMALLEST_SCALE
-from quantkit.core.kvscheme import LayerScales
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
@@ -46,7 +46,7 @@ class BlockResult:
     parts: dict[str, Tensor] = field(default_factory=dict)  # by stored name
     decisions: dict[str, str] = field(default_factory=dict)  # module name -> decision_sha256
     layers: list[LayerReport] = field(default_factory=list)
-    kv: dict[str, LayerScales] = field(default_factory=dict)  # by attention module
+    kv: dict[str, LayerRanges] = field(default_factory=dict)  # by attention module
     notes: list[str] = field(default_factory=list)  # end in the report, the JSON and the manifest
     folds: dict[str, dict[str, bool]] = field(default_factory=dict)  # block -> kind of producer -> can be scaled
 

@@ -18,9 +18,9 @@ from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import FILES as TOKENIZER_FILES
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.checkpoint.writer import disk, write_json
-from quantkit.core.kvscheme import KVScales
+from quantkit.core.kvscheme import KVPlan
 from quantkit.formats import side_files
-from quantkit.formats.kv_scales import write_kv_scales
+from quantkit.formats.kv_scales import write_kv_plan
 
 CARRIED = ("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*", "*.md", "*.txt", "*.json")
 OF_THE_SOURCE = (
@@ -37,7 +37,7 @@ def write_beside(
     *,
     quantization: Mapping[str, Any],
     manifest: Mapping[str, Any],
-    kv: KVScales | None = None,
+    kv: KVPlan | None = None,
 ) -> None:
     """Write everything but the weights into ``folder``.
 
@@ -53,7 +53,7 @@ def write_beside(
             shutil.copyfile(path, folder / path.name)
         write_tokenizer(source, folder)
         if kv is not None:
-            write_kv_scales(folder, kv)
+            write_kv_plan(folder, kv)
         for name, content in side_files(quantization).items():
             write_json(folder / name, content)
         write_json(folder / "quantkit.json", manifest)

@@ -9,13 +9,14 @@ from typing import Any
 
 from quantkit import algorithms
 from quantkit.calibrate.products import MODES
+from quantkit.convert.cache import CacheRequest, request
 from quantkit.convert.rules import parse_rules
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 
 # Options of the command line whose capability has not landed: refused by name, never ignored.
-NOT_LANDED = ("kv_budget", "target_bpw", "target_size")
+NOT_LANDED = ("target_bpw", "target_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,9 @@ class ConvertOptions:
     activations: str | None = None  # "int8": see core.scheme
     rules: tuple[str, ...] = ()  # quantkit.convert.rules
     format: str = "compressed-tensors"
-    kv_bits: int = 16
+    kv_bits: int | str = 16  # see core.kvscheme.KVScheme.of
+    kv_scales: str = "online"
+    kv_budget: float | None = None  # bits on average, instead of kv_bits
     calibration: str = "wikipedia-sample"
     samples: int = 128
     seq_len: int = 1024
@@ -71,10 +74,8 @@ class ConvertOptions:
         writer_format(self.format)
         if self.scales not in ("search", "minmax"):
             raise RequestError(f"--scales {self.scales}: choose 'search' or 'minmax'.")
-        if self.kv_bits not in (16, 8, 4):
-            raise RequestError(
-                f"--kv-bits {self.kv_bits}: 16 (not quantized), 8 or 4. 3, 2 and kXvY have not landed yet."
-            )
+        object.__setattr__(self, "kv_bits", self.cache.scheme.label)
+        self.cache.check_windows(self.seq_len)
         if self.products not in ("auto", *MODES):
             raise RequestError(f"--products {self.products}: choose auto, {', '.join(MODES[:-1])} or {MODES[-1]}.")
         if self.samples < 1 or self.seq_len < 2:
@@ -92,6 +93,12 @@ class ConvertOptions:
         return Scheme(self.bits, size, self.symmetric, self.scale_dtype, self.activations)
 
     @property
+    def cache(self) -> CacheRequest:
+        """What was asked for the KV cache."""
+        scales: Any = self.kv_scales
+        return request(self.kv_bits, scales, self.kv_budget)
+
+    @property
     def work_folder(self) -> Path:
         """Where a job keeps what it has done so far: the same folder each time the job is started."""
         return Path(self.work_dir) if self.work_dir is not None else self.out.parent / f".{self.out.name}.work"
@@ -99,7 +106,7 @@ class ConvertOptions:
     @property
     def needs_data(self) -> bool:
         """True if calibration text is read: for the method's statistics, or for the scales of the KV cache."""
-        return self.method in algorithms.CALIBRATED or self.kv_bits < 16
+        return self.method in algorithms.CALIBRATED or self.cache.wanted
 
     def for_manifest(self) -> dict[str, Any]:
         """What decides the bytes of the result (where it is written does not)."""
@@ -175,6 +182,12 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         useless |= dict.fromkeys(
             ("calibration", "samples", "seq_len", "seed", "products"), f"--method {options.method} reads no text"
         )
+    if not options.cache.wanted:
+        useless["kv_scales"] = "--kv-bits 16 keeps the cache as it is"
+    if options.kv_bits == "fp8":
+        useless["kv_scales"] = "--kv-bits fp8 has scales of its own"
+    if options.kv_budget is not None:
+        useless["kv_bits"] = "--kv-budget chooses the bits"
     found = [name for name in useless if name in set(given)]
     if found:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in found)

@@ -18,6 +18,7 @@ from quantkit.checkpoint.source import Source, TensorInfo, open_source
 from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.device import check_device
+from quantkit.convert.embed import before_blocks
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, Sizes, kernel_bytes, predict
 from quantkit.convert.options import ConvertOptions
@@ -68,7 +69,14 @@ class Plan:
         ]
         outside = [t.name for t in self.outside()]
         schemes = {t.name: t.scheme for t in self.targets.values()}
-        return Layout(dict(sorted(schemes.items())), sorted(dense), outside)  # the order a repack has, too
+        return Layout(
+            dict(sorted(schemes.items())), sorted(dense), outside, self.stores_cache_scales
+        )  # the order a repack has, too
+
+    @property
+    def stores_cache_scales(self) -> bool:
+        """True if other engines read the scales of an fp8 cache from this checkpoint."""
+        return self.options.kv_bits == "fp8" and self.format.holds_cache_scales
 
     def outside(self) -> list[Target]:
         """Head and embeddings that are quantized."""
@@ -107,7 +115,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     targets, problems, warnings = chosen.chosen, chosen.problems, chosen.warnings
     rewritten = _rewritten(options, blocks, weights, targets)
     plain, split = _unquantized(weights, targets, rewritten)
-    windows = _windows(options, tokenizer, model, problems)
+    windows = read_windows(options, tokenizer, model, problems)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
     if windows is not None and options.method != "rtn":
@@ -122,6 +130,7 @@ def make_plan(options: ConvertOptions) -> Plan:
         )
     prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows), device.type)
     problems += check_room(options, prediction) + check_device(device, prediction)
+    warnings += fp8_elsewhere(options.kv_bits, form)
     if options.resume:
         warnings.insert(0, resumed_note(options.work_folder, len(blocks.modules)))
     behind = carried(source)[1]
@@ -131,6 +140,16 @@ def make_plan(options: ConvertOptions) -> Plan:
     return Plan(
         options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, rewritten, problems, warnings, prediction, device
     )  # fmt: skip
+
+
+def fp8_elsewhere(kv_bits: int | str, form: Format) -> list[str]:
+    """A warning if engines cannot read the scales of an fp8 cache from that format."""
+    if kv_bits != "fp8" or form.holds_cache_scales:
+        return []
+    return [
+        f"--kv-bits fp8: the format {form.name} has no place for the scales of an fp8 cache; quantkit uses them, other engines would run theirs with "
+        "a scale of 1. --format compressed-tensors hands them on"
+    ]
 
 
 def _rewritten(options: ConvertOptions, blocks: Blocks, weights: Weights, targets: dict[str, Target]) -> list[str]:
@@ -172,7 +191,8 @@ def _refuse_quantized(source: Source) -> None:
         )
 
 
-def _windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
+def read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
+    """The calibration text as tokens, None if none is needed or a problem was added."""
     config: Any = model.config
     if not options.needs_data:
         try:
@@ -265,7 +285,7 @@ def _sizes(
         fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
         outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
-        kv_sample_bytes=_kv_sample_bytes(config) if options.kv_bits < 16 else 0,
+        kv_sample_bytes=kv_sample_bytes(config) if options.cache.wanted else 0,
     )
 
 
@@ -308,23 +328,8 @@ def _outside_bytes(weights: Weights, target: Target) -> int:
     return int(count * (stored * copies + 1 + 2 * target.scheme.bits / 8))
 
 
-def _kv_sample_bytes(config: Any) -> int:
+def kv_sample_bytes(config: Any) -> int:
     """Keys and values that one layer's observer keeps, in float32, and as much four times over while ranges are searched."""
     heads = cached_heads(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * heads * head_dim * SAMPLE_TOKENS * 4 + 4 * heads * head_dim * SAMPLE_TOKENS * 4)
-
-
-def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
-    """Parameters outside the blocks that embedding needs: all but the head (tied or not), which runs after them."""
-    head = weights.model.get_output_embeddings()  # type: ignore[operator]
-    skip = {id(p) for p in head.parameters()} if head is not None else set()
-    embed = weights.model.get_input_embeddings()  # type: ignore[operator]
-    keep = {id(p) for p in embed.parameters()}
-    return [
-        name
-        for name, p in weights.parameters.items()
-        if not name.startswith(f"{blocks.prefix}.")
-        and (id(p) not in skip or id(p) in keep)
-        and name not in weights.tied
-    ]

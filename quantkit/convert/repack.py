@@ -21,10 +21,12 @@ from quantkit import __version__
 from quantkit.checkpoint.source import FolderSource, Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter, check_output
+from quantkit.convert.cache import engine_scales, label_words, summary
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_folder
 from quantkit.convert.memory import GENERATE_BYTES, kernel_bytes
-from quantkit.convert.plan import packed_model, refuse_same_place
+from quantkit.convert.plan import fp8_elsewhere, packed_model, refuse_same_place
+from quantkit.convert.repack_cache import OPTIONS, CachePlan, calibrate_cache, plan_cache
 from quantkit.convert.repack_request import refuse_contradictions
 from quantkit.convert.report import ConvertReport, LayerReport
 from quantkit.convert.run import Listener, Progress
@@ -33,11 +35,12 @@ from quantkit.convert.structure import Structure, structure_of
 from quantkit.convert.targets import collapse
 from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
 from quantkit.core.host import current_rss, map_large_blocks, peak_rss, release_free_memory, size_text
+from quantkit.core.kvscheme import KVPlan
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError, SourceError, UnsupportedModel
 from quantkit.formats import Format, Layout, writer_format
-from quantkit.formats.kv_scales import read_kv_scales
+from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
 
 PART_BYTES = 1 << 26  # tensors are written in parts of about this size: what a repack holds in memory
@@ -58,12 +61,14 @@ class RepackPlan:
     layout: Layout
     shapes: dict[str, tuple[int, int]]
     plain: list[str]  # stored tensors that are copied
-    kv_bits: int
+    kv_bits: int | str
+    kv: KVPlan | None  # stored; None too if the cache is calibrated anew
     output: int
     host: int
     generates: bool = (
         False  # whether the written model is run: within memory.GENERATE_BYTES, or what the repack takes anyway
     )
+    cache: CachePlan | None = None  # a calibration of the KV cache
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -95,8 +100,10 @@ class RepackPlan:
         """The plan in words: what ``--dry-run`` prints."""
         lines = [
             f"{self.source.path} -> {self.out}",
-            f"  repack    {self.reader.format} -> {self.format.name}: the same codes, no text is read"
-            + (f"; KV cache {self.kv_bits} bits" if self.kv_bits < 16 else ""),
+            f"  repack    {self.reader.format} -> {self.format.name}: the same codes"
+            + ("" if self.cache is not None else ", no text is read")
+            + (f"; {self.cache.options.cache.words()}, calibrated" if self.cache is not None else "")
+            + (f"; {label_words(self.kv_bits)}" if self.kv is not None else ""),
             *(f"  linears   {count:4d} x {scheme}" for scheme, count in self.schemes().items()),
             f"  keeps     {len(self.plain)} tensors unchanged",
             f"  needs     host {self.host / 1e6:.0f} MB, disk {2 * self.output / 1e6:.1f} MB while running; "
@@ -117,28 +124,37 @@ def plan_repack(ref: str | Path, out: Path, requested: Mapping[str, Any]) -> Rep
     if source.quantization() is None:
         return None
     overwrite = bool(requested.get("overwrite", False))
-    form = writer_format(str(requested.get("format", "compressed-tensors")))
+    reader = QuantizedReader(source)
+    problems: list[str] = []
+    cache = plan_cache(source, out, requested, problems)
+    usual = "compressed-tensors" if cache is None else str(reader.format)
+    form = writer_format(str(requested.get("format", usual)))
     check_output(out, overwrite)
     refuse_same_place(out, source)
-    reader = QuantizedReader(source)
     found = {name: reader.scheme(name) for name in reader.modules}
     schemes = {name: scheme for name, scheme in found.items() if isinstance(scheme, Scheme)}
-    kv = read_kv_scales(source.path) if source.path.is_dir() else None
-    kv_bits = 16 if kv is None else kv.scheme.bits
+    kv = read_kv_plan(source.path) if source.path.is_dir() and cache is None else None
+    kv_bits: int | str = 16 if kv is None else kv.label
     manifest = read_manifest(source)
     refuse_contradictions(
-        source.path, requested, list(schemes.values()), kv_bits, manifest.get("options", {}).get("method")
+        source.path,
+        requested,
+        list(schemes.values()),
+        kv_bits,
+        manifest.get("options", {}).get("method"),
+        () if cache is None else OPTIONS,
     )
     shapes = {name: reader.shape(name) for name in schemes}
     outside = [name for name in schemes if outside_kind(name) is not None]
     structure = structure_of(reader, source.config)
-    kept, problems, notes = _plain(reader, structure)
-    layout = Layout(dict(sorted(schemes.items())), _dense(reader, structure), outside)
+    kept, odd, notes = _plain(reader, structure)
+    fp8 = (kv_bits if cache is None else cache.options.kv_bits) == "fp8"
+    layout = Layout(dict(sorted(schemes.items())), _dense(reader, structure), outside, fp8 and form.holds_cache_scales)
     plain = sum(source.info(name).nbytes for name in kept)
     output = plain + sum(_packed_bytes(scheme, shapes[name]) for name, scheme in schemes.items())
-    plan = RepackPlan(source, reader, out, form, overwrite, layout, shapes, kept, kv_bits, output, 0)
-    plan.problems += [*problems, *_problems(plan, found)]
-    plan.warnings += notes
+    plan = RepackPlan(source, reader, out, form, overwrite, layout, shapes, kept, kv_bits, kv, output, 0, cache=cache)
+    plan.problems += [*problems, *odd, *_problems(plan, found)]
+    plan.warnings += [*notes, *fp8_elsewhere("fp8" if fp8 else 16, form), *_cache_scales_left(plan)]
     largest = max((source.info(name).nbytes for name in kept), default=0)
     widest = max((rows * columns for rows, columns in shapes.values()), default=0)
     # codes as bytes, twice, and the widened integers that packing and unpacking work on; or a plain tensor three times
@@ -148,14 +164,15 @@ def plan_repack(ref: str | Path, out: Path, requested: Mapping[str, Any]) -> Rep
     whole = packed_model([source.info(name) for name in kept], packed, [n * k for n, k in shapes.values()])
     whole += kernel_bytes()
     plan.generates = whole <= max(GENERATE_BYTES, working)
-    plan.host = max(peak_rss(), current_rss() + libraries + max(working, whole if plan.generates else 0))
+    calibrating = 0 if cache is None else cache.host
+    plan.host = max(peak_rss(), current_rss() + libraries + max(working, whole if plan.generates else 0, calibrating))
     free = shutil.disk_usage(out.parent).free
     if 2 * output > free:
         plan.problems.append(
             f"disk: {size_text(2 * output)} are needed in {out.parent}, {size_text(free)} are free. Free some space there, or choose "
             "an --out on another disk."
         )
-    if reader.format == form.name:
+    if reader.format == form.name and cache is None:
         plan.warnings.append(f"the source is in {form.name} already: it is written anew")
     return plan
 
@@ -184,13 +201,13 @@ def run_repack(plan: RepackPlan, listen: Listener, started: float | None = None)
 
 def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> ConvertReport:
     source, reader = plan.source, plan.reader
-    kv = read_kv_scales(source.path) if source.path.is_dir() else None
     report = ConvertReport(
         plan.out, "repack", plan.format.name, ", ".join(plan.schemes()), plan.kv_bits, warnings=list(plan.warnings)
     )
     report.repacked_from = reader.format
     report.predicted_host_bytes = plan.host
     report.source_bytes = sum(source.info(name).nbytes for name in source.names())
+    kv = _calibrated(plan, report, listen) if plan.cache is not None else plan.kv
     batch = _Batch(writer)
     decisions: dict[str, str] = {}
     for done, name in enumerate(reader.modules):
@@ -206,9 +223,11 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
     listen(Progress("copy", len(reader.modules), len(reader.modules)))
     for name in plan.plain:
         batch.add({name: reader.read(name)})
+    if plan.layout.fp8_cache and kv is not None:
+        batch.add(engine_scales(kv, {name: name for name in (*reader.modules, *plan.plain)}))
     batch.flush()
     config = plan.format.config(plan.layout, __version__)
-    write_beside(source, writer.folder, quantization=config, manifest=_manifest(plan), kv=kv)
+    write_beside(source, writer.folder, quantization=config, manifest=_manifest(plan, report), kv=kv)
     writer.assemble()
     try:
         report.engines = lint_folder(FolderSource(writer.folder))
@@ -216,13 +235,35 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
         report.warnings.append(f"which engines load it is not known: {error}")
     listen(Progress("verify", len(reader.modules), len(reader.modules)))
     report.verified_tensors = verify_folder(writer.folder, decisions, writer.entries)
-    report.verified_tensors += verify_kv(writer.folder, {} if kv is None else kv.layers)
+    report.verified_tensors += verify_kv(writer.folder, kv)
     sample = _sample(plan, writer.folder)
     if isinstance(sample, str):
         report.notes.append(sample)
     else:
         report.sample = sample
     return report
+
+
+def _calibrated(plan: RepackPlan, report: ConvertReport, listen: Listener) -> KVPlan:
+    """A cache for the stored weights: bits and scales of every layer."""
+    assert plan.cache is not None
+    asked = plan.cache.options.cache
+    layers = calibrate_cache(plan.cache, plan.source, lambda done, total: listen(Progress("blocks", done, total)))
+    found = asked.decide(layers)
+    report.kv_bits, report.cache = found.label, summary(found, layers, asked.budget)
+    report.notes += plan.cache.notes
+    release_free_memory()
+    return found
+
+
+def _cache_scales_left(plan: RepackPlan) -> list[str]:
+    """A warning if scales of an fp8 cache are stored that do not come along."""
+    left = [] if plan.layout.fp8_cache else plan.reader.cache_names()
+    if not left or plan.kv is not None:  # quantkit's own are in quantkit_kv.safetensors too
+        return []
+    return [
+        f"{len(left)} scales of an fp8 KV cache are left out (first {left[0]}): --kv-bits fp8 calibrates such a cache"
+    ]
 
 
 def _sample(plan: RepackPlan, folder: Path) -> dict[str, str] | str:
@@ -347,11 +388,12 @@ def read_manifest(source: Source) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _manifest(plan: RepackPlan) -> dict[str, Any]:
+def _manifest(plan: RepackPlan, report: ConvertReport) -> dict[str, Any]:
     """What made these bytes. No times and no paths. ``source``: the manifest of what was repacked."""
     return {
         "quantkit_version": __version__,
         "repacked_from": {"format": plan.reader.format, "sha256": plan.source.digest()},
         "options": {"format": plan.format.name},
+        **({} if plan.cache is None else {"calibration": plan.cache.identity(), "cache": report.cache}),
         "source": read_manifest(plan.source) or None,
     }

@@ -13,11 +13,17 @@ FREE = ("source", "out", "format", "overwrite", "device")
 
 
 def refuse_contradictions(
-    path: Path, requested: Mapping[str, Any], schemes: Sequence[Scheme], kv_bits: int, method: str | None
+    path: Path,
+    requested: Mapping[str, Any],
+    schemes: Sequence[Scheme],
+    kv_bits: int | str,
+    method: str | None,
+    calibrating: Sequence[str] = (),
 ) -> None:
     """Raises RequestError for an option that contradicts the stored model, or that has no effect on a repack.
 
     requested: options that were given, by the names of ConvertOptions. method: how the source was quantized, None if unknown.
+    calibrating: options that have an effect, because the KV cache is calibrated anew.
     """
     sizes = {scheme.group_size for scheme in schemes}
     stored: dict[str, set[Any]] = {
@@ -26,11 +32,11 @@ def refuse_contradictions(
         "symmetric": {scheme.symmetric for scheme in schemes},
         "scale_dtype": {scheme.scale_dtype for scheme in schemes},
         "activations": {scheme.activations or "none" for scheme in schemes},
-        "kv_bits": {kv_bits},
+        "kv_bits": {str(kv_bits)},
         "method": {method},
     }
     for name, value in requested.items():
-        if name in FREE or (value in (None, (), []) and name != "group_size"):
+        if name in FREE or name in calibrating or (value in (None, (), []) and name != "group_size"):
             continue
         if name not in stored and value is False:  # a flag that is off asks for nothing
             continue
@@ -39,6 +45,7 @@ def refuse_contradictions(
                 f"{_flag(name, value)} has no effect: {path} is quantized already, and repacking it changes no code. Leave it out."
             )
         wanted = None if name == "group_size" and value == "channel" else value
+        wanted = str(value) if name == "kv_bits" else wanted
         # Layers whose width a group size does not divide have a smaller one: asking for the usual size is no contradiction.
         fits = wanted in sizes if name == "group_size" else stored[name] == {wanted}
         if not fits:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.convert.cache import label_words, summary_lines
 from quantkit.convert.engines import Verdict, verdict_lines
 
 
@@ -53,7 +54,7 @@ class ConvertReport:
     method: str
     format: str
     scheme: str
-    kv_bits: int
+    kv_bits: int | str
     layers: list[LayerReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -67,6 +68,7 @@ class ConvertReport:
     engines: list[Verdict] = field(default_factory=list)
     repacked_from: str | None = None  # the source's format, when nothing was quantized
     notes: list[str] = field(default_factory=list)  # what happened on the way, see BlockResult
+    cache: dict[str, Any] | None = None  # of a quantized KV cache, see convert.cache.summary
 
     @property
     def bits_per_weight(self) -> float:
@@ -81,11 +83,19 @@ class ConvertReport:
     def to_store(self) -> dict[str, Any]:
         """What a resumed job cannot find out again once the parts are gone."""
         layers = [asdict(layer) for layer in self.layers]
-        return {"verified_tensors": self.verified_tensors, "sample": self.sample, "notes": self.notes, "layers": layers}
+        return {
+            "verified_tensors": self.verified_tensors,
+            "sample": self.sample,
+            "notes": self.notes,
+            "kv_bits": self.kv_bits,
+            "cache": self.cache,
+            "layers": layers,
+        }
 
     def restore(self, stored: dict[str, Any]) -> None:
         """Undo ``to_store``."""
         self.verified_tensors, self.sample, self.notes = stored["verified_tensors"], stored["sample"], stored["notes"]
+        self.kv_bits, self.cache = stored["kv_bits"], stored["cache"]
         self.layers = [LayerReport(**layer) for layer in stored["layers"]]
 
     def to_json(self) -> dict[str, Any]:
@@ -96,6 +106,7 @@ class ConvertReport:
             "repacked_from": self.repacked_from,
             "scheme": self.scheme,
             "kv_bits": self.kv_bits,
+            "cache": self.cache,
             "seconds": round(self.seconds, 1),
             "peak_host_bytes": self.peak_host_bytes,
             "predicted_host_bytes": self.predicted_host_bytes,
@@ -117,7 +128,7 @@ class ConvertReport:
         did = self.method if self.repacked_from is None else f"repacked from {self.repacked_from}, no code changed"
         lines = [
             f"{self.out}: {did}, {self.scheme}, {self.format}"
-            + (f", KV cache {self.kv_bits} bits" if self.kv_bits < 16 else ""),
+            + (f", {label_words(self.kv_bits)}" if self.kv_bits != 16 else ""),
             f"  size      {_mb(self.source_bytes)} -> {_mb(self.output_bytes)} "
             f"({_change(self.source_bytes, self.output_bytes)}), {self.bits_per_weight:.3f} bits per quantized weight",
             f"  time      {self.seconds:.0f} s, peak memory {_mb(self.peak_host_bytes)} (predicted {_mb(self.predicted_host_bytes)})",
@@ -134,6 +145,8 @@ class ConvertReport:
             lines.append(
                 f"  error     relative output error on the calibration text {mean:.1%} on average; largest: {shown}"
             )
+        if self.cache is not None:
+            lines += summary_lines(self.cache)
         lines += self._trouble()
         lines += [f"  loads in  {line}" for line in verdict_lines(self.engines)]
         lines += [f"  note      {warning}" for warning in [*([] if warned else self.warnings), *self.notes]]

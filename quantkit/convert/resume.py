@@ -43,6 +43,7 @@ from quantkit.checkpoint.writer import (
     write_record,
 )
 from quantkit.convert.block import BlockResult
+from quantkit.convert.cache import from_record, to_record
 from quantkit.convert.device import device_name
 from quantkit.convert.folder import beside_sha256
 from quantkit.convert.options import ConvertOptions
@@ -50,7 +51,6 @@ from quantkit.convert.places import busy, check_places, read_job
 from quantkit.convert.plan import Plan
 from quantkit.convert.report import LayerReport
 from quantkit.convert.states import StateStore
-from quantkit.core.kvscheme import SCALE_NAMES, LayerScales
 from quantkit.errors import NumericsError, RequestError, UnsupportedModel
 
 INCURABLE = (NumericsError, UnsupportedModel, RequestError)  # the same again would come of the same: nothing is kept
@@ -225,19 +225,13 @@ def _short(value: Any) -> str:
 
 
 def _facts(result: BlockResult) -> dict[str, Any]:
-    kv = {
-        name: {"head_dim": scales.head_dim, **{part: getattr(scales, part).tolist() for part in SCALE_NAMES}}
-        for name, scales in result.kv.items()
-    }
+    kv = {name: to_record(ranges) for name, ranges in result.kv.items()}
     layers = [asdict(layer) for layer in result.layers]
     return {"decisions": result.decisions, "layers": layers, "kv": kv, "notes": result.notes, "folds": result.folds}
 
 
 def _result(facts: dict[str, Any]) -> BlockResult:
-    kv = {
-        name: LayerScales(**{part: torch.tensor(one[part]) for part in SCALE_NAMES}, head_dim=one["head_dim"])
-        for name, one in facts["kv"].items()
-    }
+    kv = {name: from_record(one) for name, one in facts["kv"].items()}
     layers = [LayerReport(**layer) for layer in facts["layers"]]
     return BlockResult({}, facts["decisions"], layers, kv, facts["notes"], facts["folds"])
 

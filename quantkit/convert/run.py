@@ -13,31 +13,31 @@ from torch import Tensor, nn
 
 from quantkit import __version__
 from quantkit.algorithms import FOLDING
-from quantkit.algorithms.kv import KVObserver
+from quantkit.algorithms.kv import KVObserver, LayerRanges
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
 from quantkit.calibrate.products import choose_products
-from quantkit.calibrate.transfer import hold
 from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
+from quantkit.convert.cache import engine_scales, summary
 from quantkit.convert.device import peak_device_bytes, release_memory, working_on
+from quantkit.convert.embed import SHORT, embed
 from quantkit.convert.fold import fold_block, missing_folds, probe
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import casts_scales, lint_plan
-from quantkit.convert.memory import BATCH_TOKENS
 from quantkit.convert.options import ConvertOptions, apply_activations, apply_preset, refuse_without_effect
 from quantkit.convert.outside import quantize_outside
-from quantkit.convert.plan import Plan, before_blocks, make_plan
+from quantkit.convert.plan import Plan, make_plan
 from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
 from quantkit.convert.sample import generate_sample
 from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
-from quantkit.core.kvscheme import KVScales, KVScheme, LayerScales
-from quantkit.errors import NumericsError, UnsupportedModel
+from quantkit.core.kvscheme import KVPlan
+from quantkit.errors import NumericsError
 from quantkit.model.skeleton import block_linears
-from quantkit.model.stepper import Call, input_groups, record, same_call
+from quantkit.model.stepper import Call, input_groups
 from quantkit.runtime.attention import attention_modules
 
 
@@ -50,8 +50,6 @@ class Progress:
     total: int
     note: str = ""
 
-
-SHORT = 8  # tokens that show who reads whose output
 
 Listener = Callable[[Progress], None]
 
@@ -143,7 +141,7 @@ class _Conversion:
         self.report.predicted_host_bytes = plan.prediction.host
         self.report.source_bytes = sum(plan.source.info(name).nbytes for name in plan.source.names())
         self.decisions: dict[str, str] = {}
-        self.kv: dict[str, LayerScales] = {}
+        self.kv: dict[str, LayerRanges] = {}
         self.folds: dict[str, dict[str, bool]] = {}
 
     @torch.no_grad()
@@ -189,19 +187,20 @@ class _Conversion:
         while recorded < total and (result := self.work.replay(f"block-{recorded:04d}")) is not None:
             results.append(result)
             recorded += 1
-        first, states = recorded, None
-        if self.plan.windows is not None and recorded < total:
+        plan, first, states = self.plan, recorded, None
+        if plan.windows is not None and recorded < total:
             first, states = self.work.states.latest(recorded) or (0, None)
         self.writer.forget(f"block-{index:04d}" for index in range(first, recorded))
         for result in results[:first]:
             self._collect(result)
-        if self.plan.windows is None or first == total:
+        if plan.windows is None or first == total:
             return first, [], [], []
-        return first, *self._embed(states)
+        return first, *embed(plan.model, plan.blocks, plan.weights, plan.windows.ids, plan.device, states)
 
     def _finish(self) -> None:
         """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
         plan, total = self.plan, len(self.plan.blocks)
+        cache = self._decide_cache()
         self.work.states.clear()
         self.report.notes += missing_folds(self.folds)
         self.listen(Progress("copy", total, total, self._last_error()))
@@ -213,7 +212,7 @@ class _Conversion:
             self.writer.folder,
             quantization=plan.format.config(plan.layout(), __version__),
             manifest=self._manifest(),
-            kv=KVScales(KVScheme(bits=plan.options.kv_bits), self.kv) if self.kv else None,
+            kv=cache,
         )
         self.writer.assemble()
         self.listen(Progress("verify", total, total))
@@ -221,7 +220,7 @@ class _Conversion:
         self.report.verified_tensors = verify_folder(self.writer.folder, self.decisions, self.writer.entries, cast)
         if cast is not None:
             self.report.notes.append(cast.note())
-        self.report.verified_tensors += verify_kv(self.writer.folder, self.kv)
+        self.report.verified_tensors += verify_kv(self.writer.folder, cache)
         sample = generate_sample(plan, self.writer.folder)
         if isinstance(sample, str):
             self.report.notes.append(sample)
@@ -243,34 +242,6 @@ class _Conversion:
             return ""
         return f"{layers[-1].name.rpartition('.')[2]} error {layers[-1].relative_output_error:.1%}"
 
-    def _embed(self, stored: list[Tensor] | None) -> tuple[list[Tensor], list[Call], list[Call]]:
-        """Hidden states in front of block 0, in batches; every block's arguments for a batch, and for a few tokens.
-        With stored states only the arguments are found out."""
-        plan = self.plan
-        assert plan.windows is not None
-        names = before_blocks(plan.weights, plan.blocks)
-        for name in names:
-            plan.weights.load_parameter(name)
-        ids = plan.windows.ids
-        size = _batch_size(len(ids), max(1, BATCH_TOKENS // ids.shape[1]))
-        states = [hold(state, plan.device) for state in stored or []]
-        calls: list[Call] = []
-        for batch in torch.split(ids if stored is None else ids[:size], size):
-            recording = record(plan.model, plan.blocks, batch)
-            if stored is None:
-                states.append(hold(recording.hidden.clone(), plan.device))
-            if not calls:
-                calls = recording.calls
-            elif not all(same_call(a, b) for a, b in zip(calls, recording.calls, strict=True)):
-                raise UnsupportedModel(
-                    f"{plan.source.path}: the arguments of its blocks depend on the tokens, not only on their positions; "
-                    "stepping it block by block is not supported."
-                )
-        short = record(plan.model, plan.blocks, ids[:1, :SHORT]).calls
-        for name in names:
-            plan.weights.release(name.rpartition(".")[0])
-        return states, calls, short
-
     def _observe(
         self,
         index: int,
@@ -284,12 +255,12 @@ class _Conversion:
         plan, prefix = self.plan, self.plan.blocks.name(index)
         wanted = [group for group in names if any(f"{prefix}.{name}" in plan.targets for name in group)]
         later = plan.options.method in FOLDING  # a fold may scale the values; their scales are calibrated afterwards
-        observer = KVObserver() if plan.options.kv_bits < 16 and not later else None
+        observer = KVObserver() if plan.options.cache.wanted and not later else None
         if not wanted and observer is None:
             return []
         hessians = observe(block, states, call, wanted, observer)
         if observer is not None:
-            self._kv_scales(attention_modules(plan.model)[index], observer, result)
+            self._kv_ranges(index, observer, block, states, call, result)
         tokens = [h.tokens for h in hessians]
         result.notes += [f"{prefix}.{one.describe()}" for one in share_statistics(block, wanted, hessians)]
         groups = []
@@ -299,24 +270,36 @@ class _Conversion:
             groups.append(InputGroup(group, mean, count, h.dropped, h.largest))
         return groups
 
-    def _kv_scales(self, name: str, observer: KVObserver, result: BlockResult) -> None:
-        try:
-            result.kv[name] = observer.result(KVScheme(bits=self.plan.options.kv_bits))
-        except NumericsError as error:
-            raise NumericsError(f"{name}: {error}") from error
-        if observer.dropped:
-            result.notes.append(
-                f"{name}: {observer.dropped} tokens with NaN or infinite keys or values are left out of the KV scales"
-            )
+    def _kv_ranges(
+        self,
+        index: int,
+        observer: KVObserver,
+        block: nn.Module,
+        states: list[Tensor],
+        call: Call,
+        result: BlockResult,
+    ) -> None:
+        name = attention_modules(self.plan.model)[index]
+        result.kv[name] = self.plan.options.cache.finish(name, observer, block, states, call, result.notes)
 
     def _observe_kv(self, index: int, block: nn.Module, states: list[Tensor], call: Call, result: BlockResult) -> None:
         """The scales of the KV cache in a pass of their own."""
-        plan = self.plan
-        if plan.options.kv_bits == 16:
+        if not self.plan.options.cache.wanted:
             return
         observer = KVObserver()
         observe(block, states, call, [], observer)
-        self._kv_scales(attention_modules(plan.model)[index], observer, result)
+        self._kv_ranges(index, observer, block, states, call, result)
+
+    def _decide_cache(self) -> KVPlan | None:
+        """Bits and scales of every layer's cache, now that all are known."""
+        if not self.kv:
+            return None
+        asked = self.plan.options.cache
+        found = asked.decide(self.kv)
+        self.report.kv_bits, self.report.cache = found.label, summary(found, self.kv, asked.budget)
+        if self.plan.stores_cache_scales:
+            self.work.record("cache", BlockResult(engine_scales(found, self.plan.weights.names)))
+        return found
 
     def _quantize_outside(self) -> None:
         """Head and embeddings that a rule names, one at a time."""
@@ -354,9 +337,4 @@ class _Conversion:
     def _manifest(self) -> dict[str, Any]:
         """What made these bytes. No times and no paths: the same job gives the same manifest."""
         layers = [layer.to_json() for layer in self.report.layers]
-        return {**identity(self.plan), "notes": self.report.notes, "layers": layers}
-
-
-def _batch_size(windows: int, wanted: int) -> int:
-    """The largest batch up to ``wanted`` that divides the windows: every batch then has the arguments of the first."""
-    return next(size for size in range(min(wanted, windows), 0, -1) if windows % size == 0)
+        return {**identity(self.plan), "notes": self.report.notes, "cache": self.report.cache, "layers": layers}

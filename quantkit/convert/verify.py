@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +9,10 @@ import torch
 
 from quantkit.checkpoint.source import FolderSource
 from quantkit.checkpoint.writer import Entry, tensor_sha256
-from quantkit.core.kvscheme import SCALE_NAMES, LayerScales
+from quantkit.core.kvscheme import SCALE_NAMES, KVPlan
 from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import CheckpointError
-from quantkit.formats.kv_scales import read_kv_scales
+from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
 
 
@@ -65,7 +64,7 @@ def verify_folder(
             )
         if cast is not None:
             cast.add(q)
-    plain = reader.plain_names()
+    plain = [*reader.plain_names(), *reader.cache_names()]
     for name in plain:
         if tensor_sha256(source.read(name)) != entries[name].sha256:
             raise CheckpointError(
@@ -74,16 +73,23 @@ def verify_folder(
     return len(plain) + sum(len(local) for local in reader.modules.values())
 
 
-def verify_kv(folder: Path, decided: Mapping[str, LayerScales]) -> int:
-    """Read back the scales of the KV cache. Returns how many tensors were compared; raises CheckpointError for a difference."""
-    stored = read_kv_scales(folder)
-    layers = {} if stored is None else stored.layers
-    _same_names(folder, "layers with KV scales", set(decided), set(layers))
-    for name, scales in decided.items():
+def verify_kv(folder: Path, decided: KVPlan | None) -> int:
+    """Read back how the KV cache is kept. Returns how many tensors were compared; raises CheckpointError for a difference."""
+    stored = read_kv_plan(folder)
+    if decided is None or stored is None:
+        if decided is not stored:
+            raise CheckpointError(
+                f"{folder.name}: {'lacks the plan of' if decided else 'holds a plan for'} a KV cache, against what was decided."
+            )
+        return 0
+    _same_names(folder, "layers with KV scales", set(decided.static), set(stored.static))
+    if (stored.scheme, dict(stored.layers)) != (decided.scheme, dict(decided.layers)):
+        raise CheckpointError(f"{folder.name}: the bits of the KV cache read back different from what was decided.")
+    for name, scales in decided.static.items():
         for part in SCALE_NAMES:
-            if not torch.equal(getattr(scales, part), getattr(layers[name], part)):
+            if not torch.equal(getattr(scales, part), getattr(stored.static[name], part)):
                 raise CheckpointError(f"{folder.name}: {name}.{part} reads back different from what was calibrated.")
-    return len(decided) * len(SCALE_NAMES)
+    return len(decided.static) * len(SCALE_NAMES)
 
 
 def _same_names(folder: Path, what: str, wanted: set[str], found: set[str]) -> None:

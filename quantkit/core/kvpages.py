@@ -148,15 +148,13 @@ def decode_values(stored: Tensor, scales: Tensor, bits: int, channels: int) -> T
 
 def encode_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """E4M3 floats of ``x / scale`` as bytes; beyond 448 they are clipped. scale: float32 ``[kv_heads, head_dim]``."""
-    rounded = (x.float() / scale[:, None]).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn)
-    stored: Tensor = rounded.view(torch.uint8)
-    return stored
+    rounded: Tensor = (x.float() / scale[:, None]).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn)
+    return rounded.view(torch.uint8)
 
 
 def decode_fp8(stored: Tensor, scale: Tensor) -> Tensor:
     """float32 of the shape of ``stored``."""
-    found: Tensor = stored.view(torch.float8_e4m3fn)
-    return found.float() * scale[:, None]
+    return stored.view(torch.float8_e4m3fn).to(torch.float32) * scale[:, None]
 
 
 def encode_static(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:

@@ -24,6 +24,7 @@ class Layout:
     modules: Mapping[str, Scheme]  # quantized linears, by module name
     dense: Sequence[str] = field(default=())  # linears left at 16 bit, by module name
     outside: Sequence[str] = field(default=())  # which of ``modules`` are head or embeddings
+    fp8_cache: bool = False  # True if scales of an fp8 KV cache are stored, see ``Format.holds_cache_scales``
 
 
 class Format(Protocol):
@@ -34,6 +35,7 @@ class Format(Protocol):
     stem: str  # what the weight files are called, see checkpoint.source.STEMS
     outside: tuple[str, ...]  # quantized weights it holds besides the blocks' linears: "head", "embedding", "tied"
     uniform_groups: bool  # True if one model has one group size
+    holds_cache_scales: bool  # True if engines read k_scale and v_scale of an fp8 KV cache from it
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:

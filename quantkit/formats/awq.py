@@ -39,6 +39,7 @@ class AWQ:
     stem = "model"
     outside: tuple[str, ...] = ("head",)
     uniform_groups = True
+    holds_cache_scales = False
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:

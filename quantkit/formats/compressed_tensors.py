@@ -18,6 +18,11 @@ vLLM: compressed_tensors/compressed_tensors.py (_is_dynamic_token_w8a8), schemes
 
 with ``input_activations`` of 8 bits, symmetric, strategy token, dynamic: nothing is stored for them. Files with static or asymmetric
 activations are refused.
+
+An fp8 KV cache: ``kv_cache_scheme`` in the config, and beside the projections of each attention module ``A``, as vLLM reads it
+(compressed_tensors.py, CompressedTensorsKVCacheMethod; weight_utils.py, maybe_remap_kv_scale_name, finds ``A.attn.k_scale``)::
+
+    A.k_scale, A.v_scale  float32 [1]                          x ~ E4M3 float * scale
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_nam
 LOCAL = ("weight_packed", "weight_scale", "weight_shape")
 PLAIN = ("weight", "weight_scale")
 ZERO = "weight_zero_point"
+FP8_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 PACKED, INT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 
 
@@ -48,6 +54,7 @@ class CompressedTensors:
     stem = "model"
     outside: tuple[str, ...] = ("head", "embedding")
     uniform_groups = False
+    holds_cache_scales = True
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
@@ -127,7 +134,7 @@ class CompressedTensors:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": list(layout.dense),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": {**FP8_CACHE} if layout.fp8_cache else None,
             "global_compression_ratio": None,
             "version": "0.20.0",
         }

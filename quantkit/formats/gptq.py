@@ -45,6 +45,7 @@ class GPTQ:
     stem = "model"
     outside: tuple[str, ...] = ("head",)
     uniform_groups = False
+    holds_cache_scales = False
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:

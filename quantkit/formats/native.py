@@ -35,6 +35,7 @@ class Native:
     stem = "quantkit"
     outside: tuple[str, ...] = ("head", "embedding", "tied")
     uniform_groups = False
+    holds_cache_scales = False
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:

@@ -15,6 +15,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats import Reader, Stored, reader_format
 
+CACHE_SCALES = (".k_scale", ".v_scale")
+
 
 class Readable(Protocol):
     """What the reader needs of a source."""
@@ -103,9 +105,16 @@ class QuantizedReader:
             return self._format.read_module(name, parts, self.config)
 
     def plain_names(self) -> list[str]:
-        """Tensors that are no part of a quantized module."""
+        """Tensors that are no part of a quantized module, and no scales of an fp8 cache."""
         packed = {f"{module}.{part}" for module, local in self.modules.items() for part in local}
+        packed |= set(self.cache_names())
         return [name for name in self.source.names() if name not in packed]
+
+    def cache_names(self) -> list[str]:
+        """The scales of an fp8 KV cache, if the config speaks of one: for other engines; quantkit_kv.safetensors has them too."""
+        if not (self.config or {}).get("kv_cache_scheme"):
+            return []
+        return [name for name in self.source.names() if name.endswith(CACHE_SCALES)]
 
     def read(self, name: str) -> Tensor:
         """A plain tensor."""

@@ -1,0 +1,64 @@
+"""Hidden states in front of the first block, and the arguments of every block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibrate.transfer import hold
+from quantkit.convert.memory import BATCH_TOKENS
+from quantkit.errors import UnsupportedModel
+from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.stepper import Call, record, same_call
+
+SHORT = 8  # tokens that show who reads whose output
+
+
+def embed(
+    model: nn.Module, blocks: Blocks, weights: Weights, ids: Tensor, device: torch.device, stored: list[Tensor] | None
+) -> tuple[list[Tensor], list[Call], list[Call]]:
+    """Hidden states in front of block 0, in batches; every block's arguments for a batch, and for ``SHORT`` tokens.
+
+    With ``stored`` states only the arguments are found out. Raises UnsupportedModel if the arguments depend on the tokens.
+    """
+    names = before_blocks(weights, blocks)
+    for name in names:
+        weights.load_parameter(name)
+    size = _batch_size(len(ids), max(1, BATCH_TOKENS // ids.shape[1]))
+    states = [hold(state, device) for state in stored or []]
+    calls: list[Call] = []
+    for batch in torch.split(ids if stored is None else ids[:size], size):
+        recording = record(model, blocks, batch)
+        if stored is None:
+            states.append(hold(recording.hidden.clone(), device))
+        if not calls:
+            calls = recording.calls
+        elif not all(same_call(a, b) for a, b in zip(calls, recording.calls, strict=True)):
+            raise UnsupportedModel(
+                f"{weights.source.path}: the arguments of its blocks depend on the tokens, not only on their positions; "
+                "stepping it block by block is not supported."
+            )
+    short = record(model, blocks, ids[:1, :SHORT]).calls
+    for name in names:
+        weights.release(name.rpartition(".")[0])
+    return states, calls, short
+
+
+def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
+    """Parameters outside the blocks that embedding needs: all but the head (tied or not), which runs after them."""
+    head = weights.model.get_output_embeddings()  # type: ignore[operator]
+    skip = {id(p) for p in head.parameters()} if head is not None else set()
+    embed = weights.model.get_input_embeddings()  # type: ignore[operator]
+    keep = {id(p) for p in embed.parameters()}
+    return [
+        name
+        for name, p in weights.parameters.items()
+        if not name.startswith(f"{blocks.prefix}.")
+        and (id(p) not in skip or id(p) in keep)
+        and name not in weights.tied
+    ]
+
+
+def _batch_size(windows: int, wanted: int) -> int:
+    """The largest batch up to ``wanted`` that divides the windows: every batch then has the arguments of the first."""
+    return next(size for size in range(min(wanted, windows), 0, -1) if windows % size == 0)

@@ -1,0 +1,286 @@
+"""convert --kv-bits, --kv-scales, --kv-budget: what is measured, chosen, stored and reported; on originals and on quantized models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import quantkit as qk
+from quantkit.algorithms.kv import fit_range
+from quantkit.convert import run, states
+from quantkit.core.kvpages import rotate
+from quantkit.core.kvscheme import KVPlan, KVScheme
+from quantkit.errors import QuantkitError, RequestError
+from quantkit.formats.kv_scales import FILE_NAME, read_kv_plan
+
+SMALL: dict[str, Any] = dict(samples=2, seq_len=32, group_size=32, method="rtn", device="cpu")
+BUDGET: dict[str, Any] = {**SMALL, "seq_len": 200, "kv_budget": 3.0}
+LAYERS = [f"model.layers.{i}.self_attn" for i in range(3)]
+Run = Callable[..., Any]
+
+
+def plan_of(folder: Path) -> KVPlan:
+    found = read_kv_plan(folder)
+    assert found is not None
+    return found
+
+
+def quantization(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize(
+    ("bits", "scales", "scheme"),
+    [
+        (4, "online", KVScheme(4, 4)),
+        ("k4v2", "static", KVScheme(4, 2, "static")),
+        ("2", "online", KVScheme(2, 2, recent=128)),
+        ("k16v3", "online", KVScheme(16, 3)),
+    ],
+    ids=str,
+)
+def test_bits_and_static_scales_are_stored_whichever_scales_are_chosen(
+    bits: Any, scales: str, scheme: KVScheme, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    report = qk.convert(
+        tiny_original, tmp_path / "out", kv_bits=bits, kv_scales=scales, calibration=str(calibration_text), **SMALL
+    )
+    plan = plan_of(tmp_path / "out")
+    assert plan.scheme == scheme
+    assert plan.layers == dict.fromkeys(LAYERS, scheme)
+    assert sorted(plan.static) == LAYERS
+    assert report.kv_bits == scheme.label
+    assert report.cache is not None
+    assert report.cache["code_bits"] == (scheme.keys + scheme.values) / 2
+    assert report.to_json()["cache"] == report.cache
+    assert quantization(tmp_path / "out")["kv_cache_scheme"] is None
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert not [name for name in stored if "k_scale" in name or "v_scale" in name]
+
+
+def test_static_scales_are_those_of_the_models_own_keys_and_values(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    windows: list[torch.Tensor] = []
+    make_plan = run.make_plan
+
+    def planned(options: Any) -> Any:
+        plan = make_plan(options)
+        assert plan.windows is not None
+        windows.append(plan.windows.ids)
+        return plan
+
+    monkeypatch.setattr(run, "make_plan", planned)
+    qk.convert(tiny_original, tmp_path / "out", kv_bits=3, calibration=str(calibration_text), **SMALL)
+    model = AutoModelForCausalLM.from_pretrained(tiny_original, dtype=torch.float32)
+    with torch.no_grad():
+        cache = model(windows[0], use_cache=True).past_key_values
+    found = plan_of(tmp_path / "out").static[LAYERS[0]]  # later layers read what quantized ones give
+    for x, scale, low in (
+        (cache.layers[0].keys, found.k_scale, found.k_low),
+        (rotate(cache.layers[0].values), found.v_scale, found.v_low),
+    ):
+        wanted = fit_range(x[:, :, 4:].transpose(0, 1).flatten(1, 2).transpose(1, 2).contiguous(), 3)
+        torch.testing.assert_close(scale, wanted[0], rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(low, wanted[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_a_budget_is_kept_and_spent_where_rounding_costs_most(
+    method: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    report = qk.convert(
+        tiny_original, tmp_path / "out", calibration=str(calibration_text), **{**BUDGET, "method": method}
+    )
+    plan, cache = plan_of(tmp_path / "out"), report.cache
+    assert cache is not None
+    schemes = list(plan.layers.values())
+    assert sum(one.keys + one.values for one in schemes) <= 3.0 * 2 * len(schemes)
+    assert cache["code_bits"] <= 3.0 < cache["stored_bits"]
+    spent = [(row["damage"][side], row[side]) for row in cache["layers"] for side in ("keys", "values")]
+    for damage, _ in spent:
+        assert 0 < damage["8"] < damage["4"] < damage["3"] < damage["2"]
+    gained = sum(damage["3"] - damage[str(bits)] for damage, bits in spent)
+    assert gained >= 0  # no worse than 3 bits everywhere, by the measure
+    assert all(one.recent == (128 if one.keys == 2 else 64) for one in schemes)
+    manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
+    assert manifest["cache"] == cache
+    lines = report.table().splitlines()
+    assert any("KV cache 3" in line and "bits on average" in line for line in lines) or len(set(schemes)) == 1
+    assert any("budget 3" in line for line in lines)
+
+
+def test_the_same_budget_gives_the_same_bytes_when_the_job_is_stopped_and_resumed(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(states, "SHARE", 0)
+    asked = {**BUDGET, "calibration": str(calibration_text)}
+    qk.convert(tiny_original, tmp_path / "wanted", **asked)
+    count = 0
+
+    def stops(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        advance(*args)
+
+    advance = run.advance
+    monkeypatch.setattr(run, "advance", stops)
+    with pytest.raises(KeyboardInterrupt):
+        qk.convert(tiny_original, tmp_path / "out", **asked)
+    monkeypatch.setattr(run, "advance", advance)
+    with pytest.raises(RequestError, match=r"--kv-budget: 3\.0 there, 4\.0 here"):
+        qk.convert(tiny_original, tmp_path / "out", resume=True, **{**asked, "kv_budget": 4.0})
+    report = qk.convert(tiny_original, tmp_path / "out", resume=True, **asked)
+    assert report.cache is not None
+    for file in (tmp_path / "wanted").iterdir():
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
+
+
+def test_fp8_scales_lie_where_other_engines_read_them(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    asked = {**SMALL, "calibration": str(calibration_text), "symmetric": True}
+    report = qk.convert(tiny_original, tmp_path / "out", kv_bits="fp8", **asked)
+    assert not any("fp8" in warning for warning in report.warnings)
+    plan, stored = plan_of(tmp_path / "out"), load_file(tmp_path / "out" / "model.safetensors")
+    for name in LAYERS:
+        for side in ("k", "v"):
+            scale = stored[f"{name}.{side}_scale"]
+            assert (scale.dtype, scale.shape) == (torch.float32, (1,))
+            assert bool((getattr(plan.static[name], f"{side}_scale") == scale).all())
+    assert quantization(tmp_path / "out")["kv_cache_scheme"] == {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False,
+    }  # fmt: skip
+    ids = torch.arange(10, 40)[None]
+    qk.convert(
+        tiny_original,
+        tmp_path / "plain",
+        **{k: v for k, v in asked.items() if k in ("group_size", "method", "symmetric", "device")},
+    )
+    with torch.no_grad():
+        both = [
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(ids).logits
+            for name in ("out", "plain")
+        ]
+    assert float((both[0] - both[1]).norm() / both[1].norm()) < 0.1
+    qk.convert(tmp_path / "out", tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(stored[name], again[name]) for name in stored | again)
+    assert quantization(tmp_path / "again") == quantization(tmp_path / "out")
+
+
+def test_a_format_without_a_place_for_fp8_scales_says_so(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    asked = {**SMALL, "calibration": str(calibration_text), "symmetric": True, "kv_bits": "fp8", "format": "gptq"}
+    report = qk.convert(tiny_original, tmp_path / "out", **asked)
+    assert any("--format compressed-tensors hands them on" in warning for warning in report.warnings)
+    assert plan_of(tmp_path / "out").scheme.scales == "fp8"
+    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "k_scale" in name]
+    handed = qk.convert(tmp_path / "out", tmp_path / "ct", format="compressed-tensors")
+    assert not any("fp8" in warning for warning in handed.warnings)
+    assert f"{LAYERS[0]}.k_scale" in load_file(tmp_path / "ct" / "model.safetensors")
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "native"])
+def test_calibrating_a_quantized_model_adds_only_the_cache(
+    form: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    plain = dict(method="rtn", group_size=32, symmetric=True, device="cpu", format=form)
+    qk.convert(tiny_original, tmp_path / "source", **plain)
+    text = dict(samples=2, seq_len=32, calibration=str(calibration_text))
+    report = qk.convert(tmp_path / "source", tmp_path / "out", kv_bits="k4v2", device="cpu", **text)
+    assert (report.format, report.repacked_from, report.kv_bits) == (form, form, "k4v2")
+    new = {file.name for file in (tmp_path / "out").iterdir()} - {f.name for f in (tmp_path / "source").iterdir()}
+    assert new == {FILE_NAME}
+    for file in (tmp_path / "source").iterdir():
+        if file.name != "quantkit.json":
+            assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
+    direct = {**plain, **text, "kv_bits": "k4v2"}
+    qk.convert(tiny_original, tmp_path / "direct", **direct)
+    ours, theirs = plan_of(tmp_path / "out"), plan_of(tmp_path / "direct")
+    assert ours.layers == theirs.layers
+    first, other = ours.static[LAYERS[0]], theirs.static[LAYERS[0]]  # of rounded weights here, of exact ones there
+    assert not torch.equal(first.k_scale, other.k_scale)
+    assert float((first.k_scale / other.k_scale).log().abs().mean()) < 0.2
+
+
+def test_a_quantized_model_takes_a_budget_fp8_and_new_bits(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32, symmetric=True, device="cpu")
+    text = dict(samples=2, calibration=str(calibration_text), device="cpu")
+    report = qk.convert(tmp_path / "source", tmp_path / "a", kv_budget=2.5, seq_len=200, **text)
+    assert report.cache is not None
+    assert report.cache["code_bits"] <= 2.5
+    (tmp_path / "a" / FILE_NAME).write_bytes(b"an old file that nobody reads any more")
+    report = qk.convert(tmp_path / "a", tmp_path / "b", kv_bits="fp8", seq_len=32, **text)
+    assert quantization(tmp_path / "b")["kv_cache_scheme"]["type"] == "float"
+    with pytest.raises(RequestError, match=r"--kv-bits 16.*KV cache of fp8"):
+        qk.convert(tmp_path / "b", tmp_path / "c", kv_bits=16)
+    report = qk.convert(tmp_path / "b", tmp_path / "c", kv_bits=8, seq_len=32, **text)
+    assert quantization(tmp_path / "c")["kv_cache_scheme"] is None
+    assert f"{LAYERS[0]}.k_scale" not in load_file(tmp_path / "c" / "model.safetensors")
+    assert plan_of(tmp_path / "c").scheme == KVScheme(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(kv_bits=4, kv_budget=3.0), ["--kv-bits 4 with --kv-budget 3"]),
+        (dict(kv_bits=16, kv_budget=3.0, seq_len=200), ["--kv-bits has no effect", "--kv-budget chooses the bits"]),
+        (dict(kv_budget=1.5, seq_len=200), ["--kv-budget 1.5", "from 2 to 8"]),
+        (dict(kv_budget=3.0, seq_len=128), ["--seq-len 128 with --kv-budget 3", "Use 192 or more"]),
+        (dict(kv_bits=4, seq_len=4), ["--seq-len 4 with --kv-bits 4", "Use 5 or more"]),
+        (dict(kv_bits=5), ["kv_bits=5", "16, 8, 4, 3, 2"]),
+        (dict(kv_bits="k4"), ["--kv-bits k4", "k4v2"]),
+        (dict(kv_bits=4, kv_scales="dynamic"), ["--kv-scales dynamic", "online"]),
+        (dict(kv_scales="static"), ["--kv-scales has no effect", "--kv-bits 16"]),
+        (dict(kv_bits="fp8", kv_scales="static"), ["--kv-scales has no effect", "fp8"]),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_are_refused(
+    options: dict[str, Any], words: list[str], tiny_original: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        qk.convert(tiny_original, tmp_path / "out", method="rtn", **options)
+    for word in words:
+        assert word in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_takes_a_budget_or_bits(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, quantkit: Run
+) -> None:
+    small = ("--method", "rtn", "--group-size", "32", "--samples", "2", "--calibration", calibration_text)
+    dry = quantkit(
+        "convert", tiny_original, "--out", tmp_path / "out", *small, "--seq-len", "200", "--kv-budget", "3", "--dry-run"
+    )
+    assert (dry.returncode, dry.stderr) == (0, "")
+    assert "KV cache within 3 bits on average, online scales" in dry.stdout
+    both = quantkit("convert", tiny_original, "--out", tmp_path / "out", "--kv-bits", "4", "--kv-budget", "3")
+    assert both.returncode == 2
+    assert "--kv-bits 4 with --kv-budget 3" in both.stderr
+
+
+def test_a_model_without_text_to_calibrate_from_is_not_touched(tiny_original: Path, tmp_path: Path) -> None:
+    qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32)
+    with pytest.raises(QuantkitError, match=r"nowhere\.txt"):
+        qk.convert(tmp_path / "source", tmp_path / "out", kv_bits=4, calibration=str(tmp_path / "nowhere.txt"))
+    with pytest.raises(RequestError, match="--calibration self"):
+        qk.convert(tmp_path / "source", tmp_path / "out", kv_bits=4, calibration="self")
+    assert not (tmp_path / "out").exists()
