@@ -143,7 +143,8 @@ def decode_values(stored: Tensor, scales: Tensor, bits: int, channels: int) -> T
     """float32 ``[..., tokens, head_dim]``, still rotated."""
     codes = unpack_bits(stored, bits, channels).float().unflatten(-1, (scales.shape[-2], -1))
     scale, low = scales.float().split(1, dim=-1)
-    return codes.mul_(scale).add_(low).flatten(-2)
+    x: Tensor = codes.mul_(scale).add_(low).flatten(-2)
+    return x
 
 
 def encode_fp8(x: Tensor, scale: Tensor) -> Tensor:

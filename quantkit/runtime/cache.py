@@ -33,6 +33,11 @@ class KVCache:
         return [n + count for n, count in zip(self.lengths or [0] * len(given), given, strict=True)]
 
     @property
+    def quantized(self) -> bool:
+        """Whether any layer packs its pages."""
+        return any(layer.spec.packing is not None for layer in self.layers)
+
+    @property
     def batch(self) -> int:
         return self.layers[-1].batch
 

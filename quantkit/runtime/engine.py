@@ -214,35 +214,39 @@ def _sequence(
 
 def _prefill(model: Steps, prompts: Sequence[Sequence[int]], until: int) -> tuple[KVCache, Tensor]:
     """Read the prompts; the cache and the logits of their last tokens ``[batch, vocab]``. What all of them begin with is read once."""
-    shared = shared_pages(prompts)
     cache = model.new_cache(until)
+    # A packed cache is read as it is when a piece begins: only whole pieces can be shared without changing what follows.
+    shared = shared_tokens(prompts, PREFILL_TOKENS if cache.quantized else PAGE_TOKENS)
     if shared:
         _read(model, cache, [prompts[0][:shared]])
         cache = cache.fork([0] * len(prompts))
     hidden = _read(model, cache, [prompt[shared:] for prompt in prompts])
-    return cache, model.head(hidden[:, -1:])[:, -1]
+    return cache, model.head(hidden)[:, -1]
 
 
 def _read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Final hidden states of the last chunk."""
-    seam, hidden = transformers_cache(cache), torch.empty(0)
-    ids, counts = pad_left(prompts, model.device)
-    for first in range(0, ids.shape[1], PREFILL_TOKENS):
-        chunk = ids[:, first : first + PREFILL_TOKENS]
-        last, tokens = first + chunk.shape[1], chunk.shape[1]
-        real = None if counts is None else [max(0, min(tokens, last - ids.shape[1] + count)) for count in counts]
-        hidden = model.step(chunk, seam, real)
-    return hidden
+    """Final hidden states of the last tokens ``[batch, 1, hidden]``. Every prompt is cut into pieces from its own beginning, so that
+    what it gives does not depend on the others."""
+    seam = transformers_cache(cache)
+    ends: dict[int, Tensor] = {}
+    for first in range(0, max(map(len, prompts)), PREFILL_TOKENS):
+        pieces = [prompt[first : first + PREFILL_TOKENS] for prompt in prompts]
+        ids, counts = pad_left(pieces, model.device)
+        hidden = model.step(ids, seam, counts)
+        for row, (prompt, piece) in enumerate(zip(prompts, pieces, strict=True)):
+            if piece and first + len(piece) == len(prompt):
+                ends[row] = hidden[row : row + 1, -1:]
+    return torch.cat([ends[row] for row in range(len(prompts))])
 
 
-def shared_pages(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens in whole pages that all prompts begin with; each has at least one token more. 0 for a single prompt."""
+def shared_tokens(prompts: Sequence[Sequence[int]], unit: int) -> int:
+    """Tokens, a multiple of ``unit``, that all prompts begin with; each has at least one token more. 0 for a single prompt."""
     if len(prompts) < 2:
         return 0
     same, least = 0, min(map(len, prompts))
     while same < least - 1 and all(prompt[same] == prompts[0][same] for prompt in prompts):
         same += 1
-    return same // PAGE_TOKENS * PAGE_TOKENS
+    return same // unit * unit
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int] | None]:

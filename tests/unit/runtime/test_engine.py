@@ -10,7 +10,7 @@ import torch
 
 from quantkit.errors import RequestError, UnsupportedModel
 from quantkit.runtime.attention import attention_modules, layer_windows, transformers_cache
-from quantkit.runtime.engine import pad_left, shared_pages
+from quantkit.runtime.engine import PREFILL_TOKENS, pad_left, shared_tokens
 from quantkit.runtime.model import Model
 from quantkit.runtime.sampling import GenerationOptions
 
@@ -224,26 +224,36 @@ def test_equal_prompts_need_no_padding() -> None:
     assert counts == [2, 1]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "opt"])
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("llama", 16), ("gemma3_text", 16), ("opt", 16), ("llama", 4), ("gemma3_text", 2)]
+)
 def test_what_prompts_begin_with_is_read_once_and_shared(make: Make, kind: str, bits: int) -> None:
-    model, seen = make(kind, bits), []
+    model, seen = make(kind, bits, max_position_embeddings=1024), []
     step = model.step
     model.step = lambda ids, *rest: seen.append(ids.shape) or step(ids, *rest)  # type: ignore[func-returns-value, method-assign]
-    beginning = "In the beginning there was a cache. " * 4
+    beginning = "In the beginning there was a cache. " * 16
     prompts = [beginning + tail for tail in ("And?", "It held many pages of tokens.", "x")]
-    together = model.generate(prompts, max_tokens=10, ignore_eos=True)
-    assert seen[0] == (1, 128)
-    assert seen[1] == (3, len(prompts[1]) - 128)
+    together = model.generate(prompts, max_tokens=5, ignore_eos=True)
+    assert seen[:3] == [(1, 512), (1, 64), (3, 29)] if bits == 16 else [(1, 512), (3, 93), (3, 1)]
     for prompt, answer in zip(prompts, together, strict=True):
-        assert answer.tokens == model.generate(prompt, max_tokens=10, ignore_eos=True).tokens
+        assert answer.tokens == model.generate(prompt, max_tokens=5, ignore_eos=True).tokens
+
+
+@pytest.mark.parametrize("bits", [16, 2])
+def test_long_prompts_of_a_ragged_batch_answer_as_they_would_alone(make: Make, bits: int) -> None:
+    model = make("llama", bits, max_position_embeddings=1024)
+    prompts = ["ab" * 300, "Once upon a time. " * 12, "x" * (PREFILL_TOKENS + 1)]
+    together = model.generate(prompts, max_tokens=5, ignore_eos=True)
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert answer.tokens == model.generate(prompt, max_tokens=5, ignore_eos=True).tokens
 
 
 def test_prompts_share_whole_pages_and_keep_a_token_each() -> None:
     same = list(range(200))
-    assert shared_pages([same, [*same, 1]]) == 192
-    assert shared_pages([same[:128], same]) == 64  # the last token of the first prompt is still to be read
-    assert shared_pages([same]) == shared_pages([same, same[1:]]) == 0
+    assert shared_tokens([same, [*same, 1]], 64) == 192
+    assert shared_tokens([same, [*same, 1]], 128) == 128
+    assert shared_tokens([same[:128], same], 64) == 64  # the last token of the first prompt is still to be read
+    assert shared_tokens([same], 64) == shared_tokens([same, same[1:]], 64) == 0
 
 
 def test_attention_modules_and_windows_are_found(make: Make) -> None:
