@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_linear import facts, measured_copy, random_weight
+from gpu_linear import facts, measured_copy
 from torch import nn
+from tuning import random_weight
 
 from quantkit.core.scheme import Scheme
 from quantkit.evaluate.traffic import kv_bytes_per_step, weight_bytes_per_step

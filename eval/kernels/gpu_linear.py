@@ -7,8 +7,8 @@ cache, so every call reads its weight from memory and launches cost what they co
 stored weight, x and y once; its share is of a copy measured in the same run (reads and writes counted).
 ``--tune`` tries tiles for each shape and number of tokens and writes the table that runtime/kernels/tiles.py reads, into the cache and to
 ``--tiles``. Beside ours: tinygemm (``aten::_weight_int4pack_mm``), our NF4 and bitsandbytes', and the peers of ``peers.py`` where they import; what does not
-is noted by name. ``--w8a8`` measures int8 activations, against ``torch._int_mm`` and bf16. Cells are measured in the
-order of their weight in the targets; those that the time did not reach are listed, not left out silently.
+is noted by name. ``--w8a8`` measures int8 activations, against ``torch._int_mm`` and bf16. Layers are measured in the
+order of ``predict.SHAPES``; cells that the time did not reach are listed, not left out silently.
 ``--rehearse``: tiny shapes on a CPU, in Triton's interpreter; the numbers mean nothing.
 """
 
@@ -21,14 +21,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from predict import SHAPES, TOKENS, weight_bytes
 from torch import Tensor
+from tuning import candidates, compile_all, random_weight
 
 from quantkit.core.qtensor import QuantTensor, TableTensor
 from quantkit.core.scheme import Scheme
@@ -91,16 +90,6 @@ def measured_copy(device: torch.device, rehearse: bool) -> float:
     return 2 * source.numel() / median_us(bench, lambda _: target.copy_(source), 1, 1000.0) * 1e6
 
 
-def random_weight(shape: tuple[int, int], scheme: Scheme, device: torch.device, seed: int = 0) -> QuantTensor:
-    """Random codes; zeros would be read faster than they are."""
-    generator = torch.Generator(device).manual_seed(seed)
-    groups = scheme.groups(shape[1])
-    codes = torch.randint(0, scheme.levels, shape, dtype=torch.uint8, device=device, generator=generator)
-    scales = (torch.rand(shape[0], groups, device=device, generator=generator) * 0.01 + 0.001).half()
-    zeros = torch.randint(0, scheme.levels, (shape[0], groups), device=device, generator=generator)
-    return QuantTensor(codes, scales, None if scheme.symmetric else zeros.to(torch.int16), scheme)
-
-
 def copies_of(bench: Bench, size: int) -> int:
     return 1 if bench.rehearse else max(2, -(-ROTATE * bench.cache // size))
 
@@ -116,31 +105,6 @@ def twins(weight: TritonWeight, count: int) -> list[TritonWeight]:
     return found
 
 
-def candidates(weight: TritonWeight, tokens: int, sms: int) -> Iterator[Tile]:
-    """Tiles worth measuring: enough programs to fill the device, not more than a few waves of split ones."""
-    rows = weight.out_features
-    if tokens <= 2:
-        for block_n in (16, 32, 64):
-            for split in (1, 2, 4, 8):
-                if split == 1 or rows // block_n * split <= 8 * sms:
-                    yield Tile("gemv", block_n, 1, split, 4, 4)
-        yield Tile("gemv", 32, 1, 1, 2, 4)
-        yield Tile("gemv", 64, 1, 1, 4, 2)
-    if tokens <= 1024:
-        block_m = min(max(16, tokens), 128)
-        for block_n, warps in ((32, 2), (64, 4), (128, 4), (128, 8)):
-            for split in (1, 2, 4, 8):
-                programs = rows // block_n * split * -(-tokens // block_m)
-                if split == 1 or (programs <= 4 * sms and weight.k_bricks >= 2 * split):
-                    for stages in (3, 4) if block_m <= 32 else (2, 3):
-                        yield Tile("gemm", block_n, block_m, split, warps, stages, scale_w=block_m >= 128)
-        if tokens >= 256:
-            yield Tile("gemm", 128, 256, 1, 8, 2, scale_w=True)
-            yield Tile("gemm", 64, 256, 1, 4, 2, scale_w=True)
-    if tokens >= 64:
-        yield Tile("dequantize")
-
-
 def ours(bench: Bench, weights: list[TritonWeight], x: Tensor, tile: Tile, guess_us: float) -> float:
     from quantkit.runtime.kernels.triton_linear import run
 
@@ -150,21 +114,21 @@ def ours(bench: Bench, weights: list[TritonWeight], x: Tensor, tile: Tile, guess
 def tune(
     bench: Bench, weights: list[TritonWeight], x: Tensor, guess_us: float, failed: list[str]
 ) -> tuple[Tile, float]:
-    """The fastest candidate and its time. Tiles that the device refuses are noted in ``failed``."""
-    from triton.runtime.errors import OutOfResources
-
+    """The fastest candidate and its time. Tiles that the device or the compiler refuses are noted in ``failed``."""
     best: tuple[float, Tile] | None = None
     for tile in candidates(weights[0], x.shape[0], tiles.processors(bench.device)):
         if bench.left() < 0 and best is not None:
+            failed.append(f"{tiles.key(weights[0])}, {x.shape[0]} tokens: no time left for all tiles")
             break
         try:
             spent = ours(bench, weights, x, tile, guess_us)
-        except OutOfResources as error:
-            failed.append(f"{tile}: {error}")
+        except Exception as error:  # whatever it is: one tile less, and no end of the table
+            failed.append(f"{tile}: {type(error).__name__}: {str(error)[:200]}")
             continue
         if best is None or spent < best[0]:
             best = spent, tile
-    assert best is not None
+    if best is None:
+        raise SystemExit(f"no tile runs for {tiles.key(weights[0])}; the last one: {failed[-1]}")
     return best[1], best[0]
 
 
@@ -300,34 +264,6 @@ def w8a8_cell(
         yield row
 
 
-def compile_one(job: tuple[Scheme, int, Tile]) -> str | None:
-    """Compile (into Triton's cache on disk) what a tile needs, in a process of its own; what went wrong, or None."""
-    from quantkit.runtime.kernels.triton_linear import run
-
-    scheme, tokens, tile = job
-    device = torch.device("cuda")
-    weight = TritonWeight(random_weight((256, 4096), scheme, device), device)
-    try:
-        run(torch.randn(tokens, 4096, dtype=torch.bfloat16, device=device), weight, None, tile)
-        torch.cuda.synchronize()
-    except Exception as error:  # whatever it is, the measuring process meets it again and reports it
-        return f"{tile}: {type(error).__name__}: {error}"
-    return None
-
-
-def compile_all(scheme: Scheme, tokens: list[int], workers: int) -> int:
-    """Compile every candidate beforehand, on all cores; returns how many kernels there are."""
-    weight = TritonWeight(random_weight((8192, 8192), scheme, torch.device("cuda")))
-    jobs = {}
-    for count in tokens:
-        for tile in candidates(weight, count, 132):
-            kind = replace(tile, split=min(tile.split, 2))
-            jobs[kind] = (scheme, min(count, 32), kind)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, jobs.values()))
-    return len(jobs)
-
-
 def facts(device: torch.device, rehearse: bool) -> dict[str, object]:
     import triton
 
@@ -355,6 +291,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     parser.add_argument("--rehearse", action="store_true")
     return parser.parse_args(arguments)
+
+
+def write(
+    options: argparse.Namespace,
+    result: dict[str, object],
+    rows: list[dict[str, object]],
+    failed: list[str],
+    table: dict[str, dict[str, Tile]],
+) -> None:
+    """All that is known up to now: results, and the table of tiles if there is one."""
+    options.out.write_text(json.dumps({**result, "rows": rows, **sorted_notes(failed)}, indent=1) + "\n")
+    if options.tune and table:
+        path = tiles.save(str(result["device"]), table, result)
+        if options.tiles:
+            options.tiles.write_text(path.read_text())
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -392,12 +343,8 @@ def main(arguments: list[str] | None = None) -> None:
                 + ", ".join(f"{name} {value:.1f}" for name, value in row.items() if name in OTHERS_US and value),  # type: ignore[str-format]
                 flush=True,
             )
-        options.out.write_text(json.dumps({**result, "rows": rows, **sorted_notes(failed)}, indent=1) + "\n")
-    if options.tune:
-        name = str(result["device"])
-        path = tiles.save(name, table, result)
-        if options.tiles:
-            options.tiles.write_text(path.read_text())
+            write(options, result, rows, failed, table)  # after each cell: what ends the process takes none away
+        write(options, result, rows, failed, table)
     print(f"{len(rows)} cells in {time.monotonic() - start:.0f} s, {len(failed)} notes: {options.out}")
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 KERNELS = Path(__file__).parents[2] / "eval" / "kernels"
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
@@ -43,6 +47,65 @@ def test_the_committed_prediction_is_what_the_script_computes(tmp_path: Path) ->
     out = tmp_path / "predicted.json"
     subprocess.run([sys.executable, KERNELS / "predict.py", "--out", out], check=True, capture_output=True)
     assert json.loads(out.read_text()) == json.loads((RESULTS / "gpu_predicted.json").read_text())
+
+
+def test_a_tile_that_fails_is_noted_and_the_derived_one_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the compiler refuses must not cost the table; a table that time cut short must not be worse than none."""
+    monkeypatch.syspath_prepend(str(KERNELS))
+    bench, tuning = importlib.import_module("gpu_linear"), importlib.import_module("tuning")
+    tiles = bench.tiles
+    weight = tiles.TritonWeight(tuning.random_weight((128, 1024), bench.Scheme(4, 128, False), torch.device("cpu")))
+    tried: list[object] = []
+
+    def ours(bench: object, weights: object, x: object, tile: object, guess: float) -> float:
+        tried.append(tile)
+        if len(tried) == 2:
+            raise RuntimeError("ptxas died")
+        return 10.0 - len(tried)
+
+    monkeypatch.setattr(bench, "ours", ours)
+    x, failed = torch.randn(1, 1024, dtype=torch.bfloat16), list[str]()
+    here = bench.Bench(x.device, 1, 1.0, float("inf"), True)
+    found, spent = bench.tune(here, [weight], x, 1.0, failed)
+    assert tried[0] == tiles.derive(weight, 1, tiles.processors(x.device))
+    assert (found, spent) == (tried[-1], 10.0 - len(tried))
+    assert len(tried) == len(set(tried)) > 10
+    assert [note.partition("RuntimeError: ")[2] for note in failed] == ["ptxas died"]
+    found, _ = bench.tune(bench.Bench(x.device, 1, 1.0, 0.0, True), [weight], x, 1.0, failed)
+    assert found == tried[0]
+    assert "no time left" in failed[-1]
+    monkeypatch.setattr(bench, "ours", lambda *given: 1 / 0)
+    with pytest.raises(SystemExit, match=r"no tile runs.*ZeroDivisionError"):
+        bench.tune(here, [weight], x, 1.0, failed)
+
+
+def test_results_and_tiles_are_written_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(KERNELS))
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    bench = importlib.import_module("gpu_linear")
+    bench.tiles.measured.cache_clear()
+    options = argparse.Namespace(out=tmp_path / "out.json", tiles=tmp_path / "tiles.json", tune=True)
+    for block in (32, 64):
+        bench.write(options, {"device": "x"}, [{"us": 1}], [], {f"{block}": {"1": bench.Tile("gemv", block)}})
+    assert json.loads(options.out.read_text())["rows"] == [{"us": 1}]
+    assert sorted(json.loads(options.tiles.read_text())["tiles"]) == ["32", "64"]  # the second call keeps the first
+
+
+@pytest.mark.parametrize(("part", "other"), [("right", "fast"), ("fast", "right")])
+def test_the_first_call_stays_within_ten_minutes_and_names_what_is_there(part: str, other: str) -> None:
+    """The limits of the steps of each half add up; files and layers exist."""
+    script = KERNELS / "first_call.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text().replace("\\\n", " ")
+    (half,) = re.findall(rf'^if \[ "\$part" != {other} \]; then$(.*?)^fi$', text, re.S | re.M)
+    limits = [int(n) for n in re.findall(r"^(?:timeout|tests \w+) (\d+) ", half, re.M)]
+    assert len(limits) >= 3
+    assert sum(limits) < 590
+    files = re.findall(r"(?:eval|tests)/\S+\.py", half)
+    assert len(files) >= 3
+    assert all((KERNELS.parents[1] / file).exists() for file in files)
+    known = {row["layer"] for row in json.loads((RESULTS / "gpu_predicted.json").read_text())["rows"]}
+    assert set(re.findall(r'"(\d+B \w+)"', half)) <= known
 
 
 @pytest.mark.slow

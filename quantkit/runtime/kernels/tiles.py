@@ -56,7 +56,10 @@ def override(table: Table | None) -> None:
 
 def key(weight: TritonWeight) -> str:
     """The layer's name in a table: ``4096x4096 4b g128 asym`` (out x in), with the two matrices of a pair as ``+``."""
-    rows = f"{weight.pair}+{weight.pair}" if weight.pair else str(weight.out_features)
+    return _name(f"{weight.pair}+{weight.pair}" if weight.pair else str(weight.out_features), weight)
+
+
+def _name(rows: str, weight: TritonWeight) -> str:
     kind = weight.table or ("sym" if weight.scheme.symmetric else "asym")
     return f"{rows}x{weight.in_features} {weight.held}b g{weight.group or 'channel'} {kind}"
 
@@ -71,11 +74,14 @@ def choose_tile(weight: TritonWeight, tokens: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile("gemv", block_n=32) if tokens <= 4 else Tile("dequantize")
     device = weight.bricks.device
-    name, number = key(weight), str(bucket(tokens))
+    names, number = [key(weight)], str(bucket(tokens))
+    if weight.pair:  # what was measured for the same matrix without an activation serves too
+        names.append(_name(str(weight.out_features), weight))
     for table in (_override, measured(device_name(device))):
-        found = table.get(name, {}).get(number)
-        if found is not None:
-            return found
+        for name in names:
+            found = table.get(name, {}).get(number)
+            if found is not None:
+                return found
     return derive(weight, tokens, processors(device), hopper(device))
 
 
@@ -98,10 +104,13 @@ def table_path(device: str) -> Path:
 
 
 def save(device: str, table: Table, facts: Mapping[str, object]) -> Path:
-    """Write a measured table into the cache, with what it was measured with; returns the path."""
+    """Add a measured table to the one in the cache, with what it was measured with; returns the path. Raises as ``measured`` does."""
     path = table_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tiles = {layer: {tokens: asdict(tile) for tokens, tile in rows.items()} for layer, rows in table.items()}
+    known = {**measured(device)}
+    for layer, measurements in table.items():
+        known[layer] = {**known.get(layer, {}), **measurements}
+    tiles = {layer: {tokens: asdict(tile) for tokens, tile in rows.items()} for layer, rows in known.items()}
     path.write_text(json.dumps({**facts, "tiles": tiles}, indent=1) + "\n")
     measured.cache_clear()
     return path

@@ -45,6 +45,21 @@ def test_an_override_wins_over_the_measured_table_and_that_over_the_derived_tile
     assert choose_tile(layer, 5, BF16) == Tile("dequantize")
 
 
+def test_a_second_measurement_adds_to_the_first() -> None:
+    one, other = weight(128, 256), weight(64, 128)
+    tiles.save("interpreter", {key(one): {"1": Tile("gemv", 16), "2": Tile("gemv", 32)}}, {})
+    tiles.save("interpreter", {key(other): {"1": Tile("gemv", 64)}, key(one): {"2": Tile("gemv", 64)}}, {})
+    assert [choose_tile(w, tokens, BF16).block_n for w, tokens in ((one, 1), (one, 2), (other, 1))] == [16, 64, 64]
+
+
+def test_a_pair_takes_what_was_measured_for_its_matrix_unless_it_was_measured_itself() -> None:
+    pair, matrix = weight(256, 512, pair=128), weight(256, 512)
+    tiles.override({key(matrix): {"1": Tile("gemv", 16)}})
+    assert choose_tile(pair, 1, BF16) == Tile("gemv", 16)
+    tiles.override({key(matrix): {"1": Tile("gemv", 16)}, key(pair): {"1": Tile("gemv", 64)}})
+    assert choose_tile(pair, 1, BF16) == Tile("gemv", 64)
+
+
 def test_a_damaged_table_is_refused_by_its_path() -> None:
     path = tiles.save("interpreter", {}, {})
     for text in (
