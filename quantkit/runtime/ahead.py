@@ -74,7 +74,8 @@ class Slot:
             pages_of(spec, self.pads, length, self.tables[i], self.starts[i], self.pools[i])
             for i, spec in enumerate(specs)
         ]
-        self.state = State(torch.zeros(rows, 1, dtype=torch.int64, device=device), length, layers, step.workspace(rows))
+        ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self.state = State(ids, length, layers, step.workspace(rows), step.reach(tokens))
         self.choices = Choices(rows, device)
         self.uniform = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
         self.chosen = torch.zeros(1, dtype=torch.int64, device=device)  # tokens chosen since ``fill``
@@ -135,7 +136,6 @@ class Loop:
         self.broken = ""  # why nothing can be captured
         self.guard = threading.Lock()
         self._slots: dict[int, Slot] = {}
-        self._grown = -1
         self._tokens = FIRST_TOKENS
         self._stream: Any = None
         self._pool: Any = None
@@ -173,10 +173,6 @@ class Loop:
         mode = Mode.of(options)
         rows = bucket(len(options))
         self._tokens = max(self._tokens, 1 << (until - 1).bit_length())
-        self.step.reach(self._tokens)
-        if self._grown != self.step.grown:  # tables moved: what was captured reads freed memory
-            self._slots.clear()
-            self._grown = self.step.grown
         slot = self._slots.get(rows)
         if slot is None or slot.tokens < until:
             slot = self._slots[rows] = Slot(rows, self._tokens, self.step, self.head, self.specs)

@@ -47,13 +47,15 @@ class State:
     """What a step reads and writes, all on the device.
 
     ids: int64 ``[sequences, 1]``, tokens of this step. length: int32 ``[1]``, their position. layers: one ``Pages`` each, which share pads
-    and length. space: the workspace of attention.
+    and length. space: the workspace of attention. angles: by kind of block, for every position that the state will reach; who captured a
+    step of this state reads these tables, whatever longer ones the model makes later.
     """
 
     ids: Tensor
     length: Tensor
     layers: list[Pages]
     space: Any
+    angles: Mapping[str | None, tuple[Tensor, Tensor]]
 
 
 def gpu_step(
@@ -112,7 +114,6 @@ class GpuStep:
         self.family, self.dtype = family, dtype
         self.device = family.last_norm.device
         self.heads = Heads(family.heads, family.kv_heads, family.head_dim, family.scaling)
-        self.grown = 0  # how often the tables of angles were made: what was captured before reads freed memory
         self._kernels = import_module("quantkit.runtime.kernels.triton_step")
         self._attention = import_module("quantkit.runtime.kernels.triton_attention")
         self._dense = [
@@ -132,7 +133,6 @@ class GpuStep:
         pads = left_padding(None if mask is None else mask.cpu(), batch)
         if pads is None:
             return None
-        self.reach(length + 1)
         hidden = self.forward(self._state(ids, cache, torch.from_numpy(pads)))
         for layer in cache.layers:
             layer.advance(1)
@@ -149,7 +149,7 @@ class GpuStep:
         layers = [
             pages_of(layer.spec, pads, length, layer.table, starts[i], pools[i]) for i, layer in enumerate(cache.layers)
         ]
-        return State(ids, length, layers, self.workspace(len(ids)))
+        return State(ids, length, layers, self.workspace(len(ids)), self.reach(cache.length + 1))
 
     def workspace(self, sequences: int) -> Any:
         """For that many sequences."""
@@ -159,16 +159,15 @@ class GpuStep:
         """Whether the kernels read such pages: in the step's dtype as they come, or integer codes of 8 or 4 bits."""
         return all(_readable(spec, self.dtype) for spec in specs)
 
-    def reach(self, positions: int) -> None:
-        """Have angles for that many positions."""
+    def reach(self, positions: int) -> Mapping[str | None, tuple[Tensor, Tensor]]:
+        """Angles for that many positions at least."""
         with self._lock:
-            if positions <= self._positions:
-                return
-            wanted = max(FIRST_POSITIONS, 1 << (positions - 1).bit_length())
-            kinds = {block.rotary for block in self.family.blocks}
-            self._angles = {kind: self.family.angles(kind, wanted) for kind in kinds}
-            self._positions = wanted
-            self.grown += 1
+            if positions > self._positions:
+                wanted = max(FIRST_POSITIONS, 1 << (positions - 1).bit_length())
+                kinds = {block.rotary for block in self.family.blocks}
+                self._angles = {kind: self.family.angles(kind, wanted) for kind in kinds}
+                self._positions = wanted
+            return self._angles
 
     def forward(self, state: State) -> Tensor:
         """Final hidden states ``[sequences, 1, hidden]``; keys and values are written. Waits for nothing; capturable."""
@@ -180,7 +179,7 @@ class GpuStep:
             x = add_norm(residual, delta, after, block.norm_in, family.eps, self.dtype)
             q, k, v = columns([block.linears[name] for name in QKV], x, self._dense[index][0])
             norms = block.q_norm, block.k_norm
-            angles = self._angles[block.rotary]
+            angles = state.angles[block.rotary]
             q = self._kernels.rotary_and_cache(q, k, v, norms, angles, pages, self.heads, family.eps)
             mixed = block.linears["o_proj"](self._attention.attend(q, pages, self.heads, state.space))
             x = add_norm(residual, mixed, block.after_attention, block.norm_mid, family.eps, self.dtype)

@@ -171,6 +171,28 @@ else:
         (graph,) = recorder.graphs
         assert graph.replays == 6  # three steps of each answer; the first token is the prompt's
 
+    def test_a_longer_table_of_angles_does_not_reach_steps_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+        """A step for another request makes it meanwhile: what was captured goes on reading its own, at the same address."""
+        model = tiny("llama", **FEW)
+        options = GenerationOptions(max_tokens=4)
+        expected = answers(model, [options], -1)[0].tokens
+        recorder = Recorder(monkeypatch)
+        step = step_of(model)
+        model.__dict__["loop"] = loop = model.ahead(step, capture=True)
+        going = run(model, [[5, 6, 7] * 4], [options], end_tokens=(), context=None)
+        next(going)
+        (slot,) = loop._slots.values()
+        kept = slot.state.angles
+        address = kept[None][0].data_ptr()
+        nothing = torch.full((4096, 16), torch.nan)
+        monkeypatch.setattr(type(step.family), "angles", lambda *given: (nothing, nothing))
+        assert step.reach(4000)[None][0] is nothing
+        assert [piece.done for piece in going if piece.done][-1].tokens == expected
+        assert answers(model, [options], -1)[0].tokens == expected
+        assert loop._slots[1] is slot
+        assert kept[None][0].data_ptr() == address
+        assert len(recorder.graphs) == 1  # nothing was captured again
+
     def test_what_cannot_be_captured_is_said_and_decoded_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny("llama", **FEW)
         options = GenerationOptions(max_tokens=4)

@@ -7,6 +7,7 @@ Every other kernel is tested against it.
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -38,18 +39,24 @@ class PackedWeight(nn.Module):
     def columns(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Rows ``start:stop`` of the weight, transposed: ``[in_features, stop - start]`` in ``dtype``.
 
-        May be a scratch buffer: valid until the next call in this thread.
+        May be a scratch buffer: valid until the next call in this thread, and in any thread that does not wait for ``alone``.
         """
         raise TypeError(f"{type(self).__name__} is an abstract layout")
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Held from ``columns`` until what reads them is launched, where all threads share one scratch buffer."""
+        return nullcontext()
 
     def row_step(self) -> int:
         """``columns`` takes a start that is a multiple of this."""
         return 1
 
     def slices(self) -> list[tuple[int, int]]:
-        """Row ranges whose dequantized size stays within ``SCRATCH_ELEMENTS`` (one ``row_step`` at least)."""
+        """Row ranges whose dequantized size stays within ``SCRATCH_ELEMENTS`` (one ``row_step`` at least), on a GPU 64 times that: there
+        launches cost, not caches."""
         step = self.row_step()
-        rows = max(step, SCRATCH_ELEMENTS // self.in_features // step * step)
+        most = SCRATCH_ELEMENTS if next(self.buffers()).device.type == "cpu" else SCRATCH_ELEMENTS << 6
+        rows = max(step, most // self.in_features // step * step)
         return [(start, min(start + rows, self.out_features)) for start in range(0, self.out_features, rows)]
 
     def dequantize(self) -> Tensor:
@@ -57,7 +64,8 @@ class PackedWeight(nn.Module):
         device = next(self.buffers()).device
         weight = torch.empty(self.out_features, self.in_features, device=device)
         for start, stop in self.slices():
-            weight[start:stop] = self.columns(start, stop, torch.float32).T
+            with self.alone():
+                weight[start:stop] = self.columns(start, stop, torch.float32).T
         return weight
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -153,5 +161,6 @@ def linear_dequantize(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> T
     """Dequantize slice by slice into a bounded scratch buffer, in ``x.dtype``, each followed by the vendor's matmul."""
     y = x.new_empty(x.shape[0], weight.out_features)
     for start, stop in weight.slices():
-        torch.mm(x, weight.columns(start, stop, x.dtype), out=y[:, start:stop])
+        with weight.alone():
+            torch.mm(x, weight.columns(start, stop, x.dtype), out=y[:, start:stop])
     return y if bias is None else y.add_(bias)

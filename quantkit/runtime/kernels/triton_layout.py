@@ -25,6 +25,8 @@ codes at the symmetric zero; kernels read x as 0 there. ``columns`` gives back `
 from __future__ import annotations
 
 import math
+import threading
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ from quantkit.runtime.kernels.tables import ORDERS, RENAMED, VALUES, known_table
 ROWS = 64  # rows per brick: the height of one warp group's matrix instruction
 DEVICE_SCRATCH = 1 << 26  # weights dequantized at a time on a GPU: 128 MiB in bf16, used again by every layer
 WASTE = 0.05  # K may be padded by this much for the sake of wider bricks (128 bytes a row instead of 64)
+_turn = threading.Lock()
 _scratch: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
 
@@ -127,6 +130,10 @@ class TritonWeight(PackedWeight):
     def row_step(self) -> int:
         return ROWS
 
+    def alone(self) -> AbstractContextManager[object]:
+        # threads launch on one stream, so what one dequantizes must meet its product before another overwrites it
+        return _turn if self.bricks.is_cuda else nullcontext()
+
     def slices(self) -> list[tuple[int, int]]:
         if not self.bricks.is_cuda:
             return super().slices()
@@ -213,7 +220,7 @@ class TritonWeight(PackedWeight):
 
 
 def _device_scratch(device: torch.device, dtype: torch.dtype, count: int) -> Tensor:
-    """Uninitialised, valid until the next call for the same stream; one buffer per stream, so that order protects it."""
+    """Uninitialised, valid until the next call for the same stream; one buffer per stream, so that order protects it (``alone``)."""
     key = (device, dtype, torch.cuda.current_stream(device).cuda_stream)
     buffer = _scratch.get(key)
     if buffer is None or buffer.numel() < count:

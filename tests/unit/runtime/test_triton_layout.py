@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +17,7 @@ from triton_cases import looked_up
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
+from quantkit.runtime.kernels.reference import PackedWeight, linear_dequantize
 from quantkit.runtime.kernels.triton_layout import TritonWeight, brick_span, join_rows, triton_fits
 
 SCHEMES = [
@@ -91,3 +98,41 @@ def test_a_table_that_no_kernel_knows_is_not_taken() -> None:
     q = looked_up("nf4", (64, 128), 64)
     with pytest.raises(ValueError, match="NF4 and FP4"):
         TritonWeight(replace(q, table=q.table * 2))
+
+
+def test_threads_take_turns_with_the_scratch_of_a_gpu() -> None:
+    """One buffer for all of them: what a thread dequantized must be multiplied before another one overwrites it."""
+
+    class Shared(PackedWeight):
+        layout = "words"
+        turn, scratch = threading.Lock(), torch.empty(64, 256)
+
+        def __init__(self, value: float) -> None:
+            super().__init__(256, 64)
+            self.register_buffer("value", torch.tensor(value))
+
+        def alone(self) -> Any:
+            return self.turn
+
+        def columns(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+            found = self.scratch[:, : stop - start].fill_(float(self.get_buffer("value")))
+            time.sleep(0.002)
+            return found
+
+    def wrong(value: float) -> int:
+        weight, x = Shared(value), torch.ones(2, 64)
+        results = [linear_dequantize(x, weight, None) for _ in range(8)] + [weight.dequantize() * 64 for _ in range(8)]
+        return sum(not bool((y == 64 * value).all()) for y in results)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(wrong, [1.0, 2.0])) == [0, 0]
+
+
+def test_all_weights_on_a_gpu_wait_for_one_another() -> None:
+    weights = [TritonWeight(quantized(Scheme(4, 128), (64, 512))) for _ in range(2)]
+    assert isinstance(weights[0].alone(), nullcontext)
+    for weight in weights:
+        weight.__dict__["bricks"] = SimpleNamespace(is_cuda=True)
+    assert weights[0].alone() is weights[1].alone()
+    with weights[0].alone():
+        assert not weights[1].alone().acquire(blocking=False)  # type: ignore[attr-defined]
