@@ -10,6 +10,7 @@ import torch
 from quantkit.calibrate.products import products
 from quantkit.convert.memory import Prediction
 from quantkit.core.host import release_free_memory, size_text
+from quantkit.core.precision import exact_products
 from quantkit.errors import QuantkitError
 
 
@@ -36,20 +37,16 @@ def working_on(device: torch.device, mode: str = "float32") -> Iterator[None]:
     """float32 products are float32 (no TF32: statistics would keep 10 bits) or ``mode``, and memory is counted from here.
 
     Raises QuantkitError in place of torch's error where the device's memory does not suffice."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        with products(mode):
+        with exact_products(), products(mode):
             yield
     except torch.OutOfMemoryError as error:
         raise QuantkitError(
             f"{device}: its memory does not suffice ({str(error).partition('. ')[0]}). Does another process use it? "
             "Use --device cpu, or fewer tokens per window (--seq-len)."
         ) from error
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def peak_device_bytes(device: torch.device) -> int:

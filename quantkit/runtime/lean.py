@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quantkit.core.precision import exact_products
 from quantkit.errors import QuantkitError
 from quantkit.runtime import workers
 from quantkit.runtime.cache import PAGE_TOKENS, IntCodec, KVCache, PagedLayer, PlainCodec
@@ -63,7 +64,8 @@ def prove(config: str, device: torch.device, make: Callable[[Family], Step | Non
         twin: Any = small_twin(json.loads(config)).to(device)
         family = recognise(twin)
         step = None if family is None else make(family)
-        return step is not None and _equals_the_definition(twin, step, device, close)
+        with exact_products():
+            return step is not None and _equals_the_definition(twin, step, device, close)
     except QuantkitError as error:  # no twin, no proof: the definition runs
         warnings.warn(f"decoding stays with the transformers definition: {error}", stacklevel=3)
         return False

@@ -145,10 +145,12 @@ def choose(weight: PackedWeight, tokens: int) -> Kernel:
 
 
 def use_packed_kernels(module: nn.Module) -> None:
-    """Make every QuantLinear run its packed kernel whatever the number of tokens: what decoding runs, for evaluation."""
+    """Make every QuantLinear run its packed kernel whatever the number of tokens: what decoding runs, for evaluation. "triton" chooses by
+    itself and would dequantize for many tokens: what decodes a batch stands for it."""
     for layer in module.modules():
         if isinstance(layer, QuantLinear):
-            layer.kernel = CROSSOVER[layer.packed.layout][0]
+            few = CROSSOVER[layer.packed.layout][0]
+            layer.kernel = "triton-gemm" if few == "triton" else few
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, kernel: Kernel | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from triton_cases import (
     SCHEMES,
     SHAPES,
     TOKENS,
+    allowed,
     check,
     inputs,
     looked_up,
@@ -25,6 +26,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.runtime.kernels.tiles import Tile
 from quantkit.runtime.kernels.triton_layout import TritonWeight, join_rows
+from quantkit.runtime.linear import QuantLinear, use_packed_kernels
 
 GEMM, SPLIT, GEMV = Tile("gemm", 64, 16), Tile("gemm", 32, 16, split=3), Tile("gemv", 32, split=2)
 
@@ -55,6 +57,23 @@ else:
         )
         for tile in tiles:
             check(q, TritonWeight(q), inputs(tokens, 192, dtype, "cpu"), tile, bias)
+
+    def test_packed_kernels_of_an_evaluation_do_not_dequantize_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+        """They stand for what decodes: a product of dequantized, rounded weights would be other numbers."""
+        from quantkit.runtime.kernels import triton_linear
+        from quantkit.runtime.kernels.tiles import choose_tile
+
+        q = quantized(Scheme(4, 64, False), (64, 128))
+        layer, x = QuantLinear(TritonWeight(q)), inputs(400, 128, torch.bfloat16, "cpu")
+        assert choose_tile(layer.packed, 400, x.dtype).kernel == "dequantize"
+        use_packed_kernels(layer)
+        run, tiles = triton_linear.run, []
+        monkeypatch.setattr(triton_linear, "run", lambda *given: tiles.append(given[3]) or run(*given))
+        y = layer(x).double()
+        (tile,) = tiles
+        assert (tile.kernel, tile.block_m, tile.scale_w) == ("gemm", 64, True)  # scale_w: groups of 64 are that fine
+        expected = x.double() @ q.dequantize().double().T
+        assert bool(((y - expected).abs() <= allowed(x, q, expected, tile)).all())
 
     @pytest.mark.parametrize(
         ("kind", "shape", "group", "dtype"),

@@ -12,6 +12,7 @@ are rounded as ``tables.py`` says: ``+ r sum |x_i w_i|``, r = 1.9e-3 in the gemm
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from quantkit.errors import RequestError
 from quantkit.runtime.kernels.reference import PackedWeight, linear_dequantize
 from quantkit.runtime.kernels.tables import NUMBERS
-from quantkit.runtime.kernels.tiles import Tile, choose_tile
+from quantkit.runtime.kernels.tiles import Tile, choose_tile, derive, hopper, processors
 from quantkit.runtime.kernels.triton_dequant import dequantize_kernel
 from quantkit.runtime.kernels.triton_gemm import gemm_kernel
 from quantkit.runtime.kernels.triton_gemv import gemv_kernel
@@ -45,8 +46,12 @@ def linear_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """The kernel on matrix units. x: bf16 or fp16; float32 is computed by the gemv, exactly."""
     if x.dtype == torch.float32:
         return linear_gemv(x, weight, bias)
-    tile = choose_tile(_own(weight), x.shape[0], x.dtype)
-    return run(x, _own(weight), bias, tile if tile.kernel == "gemm" else Tile("gemm"))
+    own, tokens = _own(weight), x.shape[0]
+    tile = choose_tile(own, tokens, x.dtype)
+    if tile.kernel != "gemm":  # one token, or so many that dequantizing is faster
+        device = own.bricks.device
+        tile = replace(derive(own, min(max(tokens, 2), 64), processors(device), hopper(device)), split=1)
+    return run(x, own, bias, tile)
 
 
 def run(x: Tensor, weight: TritonWeight, bias: Tensor | None, tile: Tile, activation: str = "") -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.core.kvscheme import KVScheme
 from quantkit.errors import UnsupportedModel
-from quantkit.runtime import workers
+from quantkit.runtime import lean, workers
 from quantkit.runtime.attention import transformers_cache
 from quantkit.runtime.family import recognise
 from quantkit.runtime.lean import LeanStep, lean_step, proved
@@ -153,6 +153,27 @@ def test_a_twin_that_gives_nan_proves_nothing(tiny: Any, monkeypatch: pytest.Mon
 
 
 @needs_numba
+def test_the_proof_multiplies_in_float32_whatever_the_program_allows(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TF32, or bf16 on a CPU, is some 1e-3 off: the proof would fail for a step that is right."""
+    seen: list[str] = []
+
+    def agree(*given: Any) -> bool:
+        seen.append(torch.get_float32_matmul_precision())
+        return True
+
+    monkeypatch.setattr(lean, "_agree", agree)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert proved(json.dumps(tiny.config("llama", rms_norm_eps=4e-6), sort_keys=True))
+        assert seen == ["highest"] * 2
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_a_config_without_a_twin_decodes_by_the_definition(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(config: Any) -> Any:
         raise UnsupportedModel("no twin of this")

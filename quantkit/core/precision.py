@@ -1,0 +1,28 @@
+"""float32 products that are float32, whatever the program around has allowed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Inside, float32 matrices are multiplied in float32: no TF32 on a GPU, no bf16 on a CPU. What was set before comes back, by whichever of
+    torch's two interfaces it was set."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    each = [backend.fp32_precision for backend in backends]
+    word = None
+    with contextlib.suppress(RuntimeError):  # set for single backends: torch refuses to say it in one word
+        word = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if word is not None:
+            torch.set_float32_matmul_precision(word)
+        for backend, before in zip(backends, each, strict=True):
+            if backend.fp32_precision != before:
+                backend.fp32_precision = before
