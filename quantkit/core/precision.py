@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -12,7 +13,9 @@ import torch
 def exact_products() -> Iterator[None]:
     """Inside, float32 matrices are multiplied in float32: no TF32 on a GPU, no bf16 on a CPU. What was set before comes back, by whichever of
     torch's two interfaces it was set."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    cuda: Any = torch.backends.cuda
+    mkldnn: Any = torch.backends.mkldnn
+    backends = cuda.matmul, mkldnn.matmul
     each = [backend.fp32_precision for backend in backends]
     word = None
     with contextlib.suppress(RuntimeError):  # set for single backends: torch refuses to say it in one word
