@@ -46,6 +46,19 @@ def product(left, right, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def page_at(address, base, ELEMENT: tl.constexpr):
+    """The pointer to a page at an address out of memory (a multiple of 16 bytes), to elements of ELEMENT bytes as ``base`` is.
+
+    Counted from ``base``, an argument, because a number that becomes a pointer says nothing about its alignment: every element would
+    be loaded by itself, in place of 16 bytes at a time.
+    """
+    moved = tl.multiple_of(address - base.to(tl.int64), 16)
+    if ELEMENT > 1:  # a division says nothing either
+        moved = tl.multiple_of(moved // ELEMENT, 16 // ELEMENT)
+    return base + moved
+
+
+@triton.jit
 def page_of(place, scale, zero, at, seen, dtype: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr,
             GROUPS: tl.constexpr, ODD: tl.constexpr):  # fmt: skip
     """One page of one head, ``[64, channels at]`` in ``dtype``; tokens that are not seen give 0. ROW: stored elements of a token.
@@ -55,12 +68,13 @@ def page_of(place, scale, zero, at, seen, dtype: tl.constexpr, DIM: tl.constexpr
     slots = tl.arange(0, SLOTS)
     if BITS == 16:
         mask = seen[:, None] & (at < DIM)[None, :]
-        stored = place.to(tl.pointer_type(dtype)) + slots[:, None] * ROW + at[None, :]
+        stored = place + slots[:, None] * ROW + at[None, :]
         value = tl.load(stored, mask=mask, other=0.0)
     else:
         channel = 2 * at + ODD if BITS == 4 else at
-        mask = seen[:, None] & (channel < DIM)[None, :]
-        raw = tl.load(place.to(tl.pointer_type(tl.uint8)) + slots[:, None] * ROW + at[None, :], mask=mask, other=0)
+        # the stored element counts, not its channel: steps of 2 would hide that neighbours are loaded together
+        mask = seen[:, None] & (at < ((DIM + 1 - ODD) // 2 if BITS == 4 else DIM))[None, :]
+        raw = tl.load(place + slots[:, None] * ROW + at[None, :], mask=mask, other=0)
         if BITS == 4:
             raw = raw >> 4 if ODD else raw & 15
         group = tl.minimum(channel, DIM - 1) // (DIM // GROUPS)
@@ -95,13 +109,14 @@ def join(work, sums, first, live, y_at, y_mask, BLOCK_G: tl.constexpr, WIDE: tl.
 
 @triton.jit(do_not_specialize=["stride_table", "window"])
 def attention_kernel(
-    q, y, pads, length, table, start, pools, k_scale, k_zero, v_scale, v_zero, work, sums, lock,
+    q, y, base, pads, length, table, start, pools, k_scale, k_zero, v_scale, v_zero, work, sums, lock,
     scaling, window, stride_table,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_G: tl.constexpr, WIDE: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, ROW: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q ``[sequences, HEADS, DIM]`` -> y of the same shape. Grid: (sequences * KV_HEADS, PARTS). scaling: times log2 e."""
+    """q ``[sequences, HEADS, DIM]`` -> y of the same shape. Grid: (sequences * KV_HEADS, PARTS). scaling: times log2 e. base: any
+    aligned memory, as elements of the pages (``page_at``)."""
     dtype: tl.constexpr = q.dtype.element_ty
     shared: tl.constexpr = HEADS // KV_HEADS
     halves: tl.constexpr = BITS == 4
@@ -132,25 +147,22 @@ def attention_kernel(
         odd = tl.zeros((BLOCK_G, WIDE), tl.float32)
         for index in tl.range(part * per, tl.minimum((part + 1) * per, pages), num_stages=STAGES):
             offset = (tl.load(pages_at + index).to(tl.int64) * KV_HEADS + head) * (SLOTS * ROW * element)
+            key_page, value_page = page_at(keys + offset, base, element), page_at(values + offset, base, element)
             position = (page0 + index) * SLOTS + slots
             seen = (position >= begin) & (position <= now)
-            page = page_of(keys + offset, k_scale + group, k_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 0)
+            page = page_of(key_page, k_scale + group, k_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 0)
             scores = product(left, tl.trans(page), PRECISION)
             if halves:
-                page = page_of(
-                    keys + offset, k_scale + group, k_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 1
-                )
+                page = page_of(key_page, k_scale + group, k_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 1)
                 scores += product(other, tl.trans(page), PRECISION)
             scores = tl.where(seen[None, :], scores * scaling, -float("inf"))
             new = tl.maximum(best, tl.max(scores, 1))
             factor, weights = tl.exp2(best - new), tl.exp2(scores - new[:, None])
             total, best = total * factor + tl.sum(weights, 1), new
-            page = page_of(values + offset, v_scale + group, v_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 0)
+            page = page_of(value_page, v_scale + group, v_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 0)
             acc = acc * factor[:, None] + product(weights.to(dtype), page, PRECISION)
             if halves:
-                page = page_of(
-                    values + offset, v_scale + group, v_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 1
-                )
+                page = page_of(value_page, v_scale + group, v_zero + group, at, seen, dtype, DIM, ROW, BITS, GROUPS, 1)
                 odd = odd * factor[:, None] + product(weights.to(dtype), page, PRECISION)
         first = pair * PARTS
         own = work + (first + part).to(tl.int64) * ((2 if halves else 1) * BLOCK_G * WIDE)
@@ -199,7 +211,7 @@ def attend(q: Tensor, pages: Pages, heads: Heads, space: Workspace) -> Tensor:
     warps, stages = shape_of_launch(heads.dim, q.dtype)
     with torch.cuda.device_of(q):
         attention_kernel[(q.shape[0] * heads.kv, space.parts)](
-            q, y, pages.pads, pages.length, pages.table, pages.start, pages.pools, *pages.numbers(space.sums),
+            q, y, y if pages.bits == 16 else y.view(torch.uint8), pages.pads, pages.length, pages.table, pages.start, pages.pools, *pages.numbers(space.sums),
             space.work, space.sums, space.lock, heads.scaling * LOG2E, pages.window, pages.table.stride(0),
             HEADS=heads.query, KV_HEADS=heads.kv, DIM=heads.dim, BLOCK_G=space.block_g, WIDE=wide,
             BITS=pages.bits, GROUPS=pages.groups, ROW=row, PARTS=space.parts, PRECISION=exact, STAGES=stages,

@@ -31,6 +31,7 @@ ALIGNED = (
     "scales",
     "zeros",
     "y",
+    "base",
     "out",
     "work",
     "lock",
@@ -76,6 +77,7 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
         kinds = GPTQ
     if "pools" in names:
         kinds["start"] = "*i32"
+        kinds["base"] = f"*{dtype}" if constants["BITS"] == 16 else "*u8"
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(
         fn=kernel,
@@ -299,8 +301,9 @@ def test_rotary_and_the_cache_write_stay_in_registers(bits: int, arch: int) -> N
     ("dim", "bits", "dtype"),
     [
         (128, 16, "bf16"),
+        (128, 4, "bf16"),
         *(pytest.param(*more, marks=pytest.mark.slow) for more in (
-            (128, 4, "bf16"), (64, 16, "bf16"), (64, 8, "bf16"), (64, 4, "bf16"), (128, 8, "bf16"), (256, 16, "bf16"), (256, 8, "bf16"),
+            (64, 16, "bf16"), (64, 8, "bf16"), (64, 4, "bf16"), (128, 8, "bf16"), (256, 16, "bf16"), (256, 8, "bf16"),
             (256, 4, "bf16"), (128, 16, "fp16"), (64, 16, "fp32"), (128, 16, "fp32"), (128, 8, "fp32"),
         )),
     ],
@@ -320,3 +323,6 @@ def test_attention_over_pages_compiles_without_spills(dim: int, bits: int, dtype
     result = compiled(attention_kernel, constants, arch, warps, dtype)
     check(result, arch)
     assert re.search(r"mma[.\w]*\.m16n8k", result["asm"]["ptx"])  # a key head's queries on matrix units
+    one = {16: "b32" if dtype == "fp32" else "b16"}.get(bits, "b8")
+    alone = len(re.findall(rf"ld\.global\.{one}\b", result["asm"]["ptx"]))
+    assert alone < 16, alone  # 128 and more where pages are loaded element by element
