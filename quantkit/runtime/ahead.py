@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantkit.errors import QuantkitWarning
 from quantkit.runtime.cache import PAGE_TOKENS, KVCache, LayerSpec
 from quantkit.runtime.choices import Choices, Mode
 from quantkit.runtime.lean import left_padding
@@ -185,6 +186,7 @@ class Loop:
                 self.broken = str(error).splitlines()[0]
                 warnings.warn(
                     f"the decode step cannot be captured in a CUDA graph ({self.broken}): it is launched kernel by kernel.",
+                    QuantkitWarning,
                     stacklevel=2,
                 )
                 return None

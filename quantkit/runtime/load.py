@@ -22,6 +22,7 @@ from quantkit.model.naming import Naming
 from quantkit.model.skeleton import Weights, build_skeleton, tied_parameters
 from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.head import check_head_bits, compact_head, round_head
+from quantkit.runtime.kernels.cpu_packed import HalfWeight
 from quantkit.runtime.linear import KERNELS, QuantLinear, pack
 from quantkit.runtime.model import Model
 from quantkit.runtime.siblings import join_siblings
@@ -77,15 +78,15 @@ def load(
     source = open_source(ref)
     reader = QuantizedReader(source)
     module = build_skeleton(source.config, number)
+    if keep_dense and head_bits is None and not reader.modules:
+        raise RequestError(f"keep_dense has no effect: no weight of {source.path} is quantized. Leave it out.")
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
     if head_bits is not None:
         round_head(module, head_bits, device=where, dtype=number, kernel=kernel)
     elif not dequantize and where.type == "cpu" and kernel in (None, "numba"):
         compact_head(module, number, kernel)
     if keep_dense:
-        for layer in module.modules():
-            if isinstance(layer, QuantLinear):
-                layer.hold_dense(number)
+        _hold_dense(module, number)
     if where.type == "cuda":
         join_siblings(module, where)
     scales = read_kv_scales(source.path) if source.path.is_dir() else None
@@ -103,6 +104,13 @@ def load(
         kv_scales=scales,
         graphs=graphs,
     )
+
+
+def _hold_dense(module: nn.Module, dtype: torch.dtype) -> None:
+    for layer in module.modules():
+        # a head kept in 16 bits becomes float32 for next to nothing, and reads one token of each prompt
+        if isinstance(layer, QuantLinear) and not isinstance(layer.packed, HalfWeight):
+            layer.hold_dense(dtype)
 
 
 def choose_device(device: str | torch.device) -> torch.device:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.kvscheme import KVScales, KVScheme
-from quantkit.errors import RequestError
+from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.runtime.attention import cached_heads, layer_specs, transformers_cache
 from quantkit.runtime.cache import PAGE_TOKENS, KVCache
 from quantkit.runtime.embedding import QuantEmbedding
@@ -74,6 +74,7 @@ class Model:
         if step is None:
             warnings.warn(
                 f"decoding on the GPU runs the transformers definition, launch by launch, without a CUDA graph: {reason}.",
+                QuantkitWarning,
                 stacklevel=2,
             )
         return step
