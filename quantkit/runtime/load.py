@@ -79,7 +79,9 @@ def load(
     reader = QuantizedReader(source)
     module = build_skeleton(source.config, number)
     if keep_dense and head_bits is None and not reader.modules:
-        raise RequestError(f"keep_dense has no effect: no weight of {source.path} is quantized. Leave it out.")
+        raise RequestError(
+            f"keep_dense (--keep-dense) has no effect: no weight of {source.path} is quantized. Leave it out."
+        )
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
     if head_bits is not None:
         round_head(module, head_bits, device=where, dtype=number, kernel=kernel)

@@ -223,6 +223,11 @@ class Model:
         found = [m.packed.layout for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))]
         return {name: found.count(name) for name in dict.fromkeys(found)}
 
+    def __repr__(self) -> str:
+        dtype, layouts = str(self.dtype).removeprefix("torch."), self.layouts()
+        held = ", ".join(f"{count} x {name}" for name, count in layouts.items()) or "no packed weights"
+        return f"Model({self.config.get('model_type')}, {self.device}, {dtype}, {held}, KV cache {self.kv_stored_bits} bit)"
+
     def windows(self) -> list[int | None]:
         """Sliding window of each layer in tokens, None for full attention."""
         return [spec.window for spec in self._specs]

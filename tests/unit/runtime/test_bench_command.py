@@ -64,7 +64,7 @@ def test_a_grid_gives_one_row_for_each_cell(
         (("--kernel", "warp"), "kernel='warp'"),
         (("--kernel", "reference", "--keep-dense"), "keep_dense serves packed"),
         (("--kernel", "reference"), "--kernel reference has no effect: no weight of"),
-        (("--keep-dense",), "keep_dense has no effect: no weight of"),
+        (("--keep-dense",), "(--keep-dense) has no effect: no weight of"),
         (("--threads", "100000"), "--threads 100000: this process may use"),
         (("--seed", "-1"), "--seed -1"),
         (("--head-bits", "3"), "head_bits=3"),
