@@ -33,4 +33,5 @@ class MissingExtra(QuantkitError):
 
 
 class QuantkitWarning(UserWarning):
-    """A file says one thing and means another, and quantkit took the meaning. The command line prints it as a note."""
+    """Something was done otherwise than expected (a file's meaning taken for its words, a slower way to decode), and goes on. The
+    command line prints it as a note."""

@@ -38,7 +38,10 @@ def choose_products(mode: str, device: torch.device) -> str:
 
 def split_product(left: Tensor, right: Tensor, mode: str) -> Tensor:
     """float32 ``left [m, k] @ right [k, n]`` by ``bf16x6`` or ``bf16x3``. A factor that is not finite gives NaN."""
-    return multiply(torch.cat(_lefts(left, mode), dim=1), torch.cat(_rights(right, mode), dim=0))
+    lefts = torch.cat(_lefts(left, mode), dim=1)
+    if right.stride(0) == 1:  # a weight's transpose: joined as it lies, or joining would turn it round in memory
+        return multiply(lefts, torch.cat(_rights(right.t(), mode), dim=1).t())
+    return multiply(lefts, torch.cat(_rights(right, mode), dim=0))
 
 
 def gram_factors(rows: Tensor) -> tuple[Tensor, Tensor]:

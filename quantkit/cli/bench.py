@@ -25,9 +25,13 @@ from quantkit.cli.progress import bar
 @click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
 @click.option("--kv-bits", type=int, help="16, or what the checkpoint was calibrated for.  [default: the latter]")
-@click.option("--kernel", metavar="NAME", help="One kernel for every layer.  [default: the measured choice]")
+@click.option(
+    "--kernel",
+    metavar="NAME",
+    help="One kernel for every quantized layer: numba, int4, int8, w8a8, dequantize, reference; GPU: triton, triton-gemv, triton-gemm, triton-w8a8.  [default: the measured choice]",
+)
 @click.option("--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
-@click.option("--keep-dense", is_flag=True, help="Hold floats beside the packed weights, for prompts.")
+@click.option("--keep-dense", is_flag=True, help="CPU: hold floats beside the packed weights, for prompts.")
 @click.option("--no-graphs", is_flag=True, help="GPU: launch decode steps kernel by kernel, not as CUDA graphs.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")

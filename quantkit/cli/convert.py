@@ -38,7 +38,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     default="gptq",
     show_default=True,
     metavar="METHOD",
-    help=f"{' or '.join(METHODS)}. ({', '.join(LATER_METHODS)}: later)",
+    help=f"{', '.join(METHODS[:-1])} or {METHODS[-1]}. ({', '.join(LATER_METHODS)}: later)",
 )
 @click.option(
     "--preset", metavar="NAME", help="fast (rtn) or balanced (gptq): sets method and scales; an option given wins."

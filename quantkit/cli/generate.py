@@ -85,6 +85,7 @@ def command(
                 "inter_token_latencies": result.inter_token_latencies,
                 "tokens_per_second": result.tokens_per_second,
                 "kv_bits": loaded.kv_bits,
+                "kv_stored_bits": loaded.kv_stored_bits,
                 "kv_cache_bytes": result.kv_cache_bytes,
                 "memory": loaded.memory(),
                 "device": str(loaded.device),

@@ -43,6 +43,13 @@ def current_rss() -> int:
         return peak_rss()
 
 
+def usable_cpus() -> int:
+    """Logical processors that this process may run on; all of the machine where the system does not tell."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def release_free_memory() -> None:
     """Give freed pages back to the system. glibc keeps them in its heap otherwise, and the resident size creeps up block
     by block. Other C libraries have no such call and return large blocks by themselves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from importlib import metadata
@@ -16,6 +17,9 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "quantkit": quantkit.__version__}
     for name in ("torch", "transformers", "tokenizers", "numpy"):
         found[name] = metadata.version(name)
+    for name in ("numba", "triton"):  # kernels: absent where they are not installed
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found
 
 

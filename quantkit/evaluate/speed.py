@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantkit.core.host import current_rss, peak_rss, release_free_memory, restart_peak
+from quantkit.core.host import current_rss, peak_rss, release_free_memory, restart_peak, usable_cpus
 from quantkit.errors import RequestError
 from quantkit.evaluate.environment import hardware, versions
 from quantkit.evaluate.perplexity import Progress
@@ -109,9 +109,15 @@ class Speed:
         return [
             f"memory      codes {held.codes / 1e6:.1f} MB, scales {held.scales / 1e6:.1f} MB, dense {held.dense / 1e6:.1f} MB, "
             f"KV cache {held.kv_per_token / 1e3:.1f} kB a token ({self.kv_stored_bits} bit)",
-            f"bandwidth   {read}copy {band.copy / 1e9:.1f} GB/s, {self.threads} threads{load}",
-            f"measured    {self.model} on {self.device}, {self.dtype}, kernel {self.kernel} ({layouts}), decoded by {self.decoding}, loaded in {self.load_seconds:.1f} s",
+            f"bandwidth   {read}copy {band.copy / 1e9:.1f} GB/s, {self.threads} thread{'s' * (self.threads > 1)}{load}",
+            f"measured    {self.model} on {self.device}, {self.dtype}, kernel {self.kernel} ({layouts}), decoding {self.decoding}, loaded in {self.load_seconds:.1f} s",
+            *self._hints(),
         ]
+
+    def _hints(self) -> list[str]:
+        if self.device != "cpu" or self.dtype != "float32" or self.kernel != "auto" or "numba" in self.versions:
+            return []
+        return ["hint        pip install 'quantkit[cpu]' (numba) brings compiled kernels: see docs/cpu.md"]
 
 
 def _row(cell: Cell) -> tuple[str, ...]:
@@ -166,9 +172,7 @@ def bench(
     wrong or a cell that does not fit the model's context.
     """
     batches, prompts = whole_numbers(batch, "--batch"), whole_numbers(prompt, "--prompt")
-    for name, value, least in (("--new-tokens", new_tokens, 2), ("--repeat", repeat, 1), ("--threads", threads, 1)):
-        if value is not None and value < least:
-            raise RequestError(f"{name} {value}: expected {least} or more.")
+    _check(new_tokens, repeat, threads, seed)
     from quantkit.runtime.load import load
 
     before = torch.get_num_threads()
@@ -185,6 +189,8 @@ def bench(
             keep_dense=keep_dense,
             graphs=graphs,
         )
+        if kernel is not None and not loaded.layouts():
+            raise RequestError(f"--kernel {kernel} has no effect: no weight of {model} is quantized. Leave it out.")
         how: dict[str, Any] = {
             "load_seconds": time.perf_counter() - start,
             "head_bits": head_bits,
@@ -194,6 +200,19 @@ def bench(
         return _bench(loaded, batches, prompts, new_tokens, repeat, seed, progress, how)
     finally:
         torch.set_num_threads(before)
+
+
+def _check(new_tokens: int, repeat: int, threads: int | None, seed: int) -> None:
+    for name, value, least in (
+        ("--new-tokens", new_tokens, 2),
+        ("--repeat", repeat, 1),
+        ("--threads", threads, 1),
+        ("--seed", seed, 0),
+    ):
+        if value is not None and value < least:
+            raise RequestError(f"{name} {value}: expected {least} or more.")
+    if threads is not None and threads > usable_cpus():  # threads that spin for each other's cores: minutes for a token
+        raise RequestError(f"--threads {threads}: this process may use {usable_cpus()} CPUs. Use that many at most.")
 
 
 def _bench(
@@ -206,10 +225,12 @@ def _bench(
     progress: Progress | None,
     how: dict[str, Any],
 ) -> Speed:
-    from quantkit.runtime.engine import check_length
-
     for length in prompts:
-        check_length(length, new_tokens, model.context)
+        if model.context is not None and length + new_tokens > model.context:
+            raise RequestError(
+                f"--prompt {length} and --new-tokens {new_tokens} are together more than the model's context of {model.context}. "
+                "Make one of them smaller."
+            )
     bandwidth = measure_bandwidth(model.device)
     cells: list[Cell] = []
     for size in batches:

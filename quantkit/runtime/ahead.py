@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantkit.errors import QuantkitWarning
 from quantkit.runtime.cache import KVCache
 from quantkit.runtime.choices import Choices, Mode
 from quantkit.runtime.lean_gpu import GpuStep, State
@@ -143,15 +144,15 @@ class Loop:
         run = None
         try:
             slot = self.slot([one.options for one in live], until)
-            if slot is not None:
+            if not self.broken:
                 run = Run(self, slot, cache, live, logits, until)
         finally:
             if run is None:  # refused, or out of memory
                 self.guard.release()
         return run
 
-    def slot(self, options: Sequence[GenerationOptions], until: int) -> Slot | None:
-        """The slot for these, with its graph; None once capturing has failed."""
+    def slot(self, options: Sequence[GenerationOptions], until: int) -> Slot:
+        """The slot for these, with its graph; without one where capturing failed (``broken``): it launches kernel by kernel then."""
         mode = Mode.of(options)
         rows = bucket(len(options))
         self._tokens = max(self._tokens, 1 << (until - 1).bit_length())
@@ -160,16 +161,16 @@ class Loop:
             slot = self._slots[rows] = Slot(rows, self._tokens, self.step, self.head, self.specs)
         if mode.penalizes and slot.choices.seen is None:
             slot.choices.remember([], self.vocab)
-        if self.capture and mode not in slot.graphs:
+        if self.capture and not self.broken and mode not in slot.graphs:
             try:
                 slot.graphs[mode] = self._captured(slot, mode)
             except RuntimeError as error:
-                self.broken = str(error).splitlines()[0]
+                self.broken = (str(error) or type(error).__name__).splitlines()[0]
                 warnings.warn(
                     f"the decode step cannot be captured in a CUDA graph ({self.broken}): it is launched kernel by kernel.",
+                    QuantkitWarning,
                     stacklevel=2,
                 )
-                return None
         return slot
 
     def _captured(self, slot: Slot, mode: Mode) -> Any:
@@ -257,12 +258,9 @@ class Run:
         self._rows = [*range(len(rows))]
         self._launched = self._read = 1
         self.mode = Mode.of([one.options for one in self.live])
-        slot = self.loop.slot([one.options for one in self.live], self.until)
-        if slot is None:
-            raise RuntimeError(f"the decode step of a smaller batch cannot be captured: {self.loop.broken}")
-        self.slot = slot
+        self.slot = self.loop.slot([one.options for one in self.live], self.until)
         self._start()
-        slot.state.ids[: len(rows)] = last
+        self.slot.state.ids[: len(rows)] = last
 
     def close(self) -> None:
         """Let another batch begin."""

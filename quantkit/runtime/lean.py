@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quantkit.core.kvscheme import PAGE_TOKENS
 from quantkit.core.precision import exact_products
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, QuantkitWarning
 from quantkit.runtime import workers
 from quantkit.runtime.cache import KVCache
 from quantkit.runtime.family import MATRICES, Block, Family, recognise
@@ -67,7 +67,7 @@ def prove(config: str, device: torch.device, make: Callable[[Family], Step | Non
         with exact_products():
             return step is not None and _equals_the_definition(twin, step, device, close)
     except QuantkitError as error:  # no twin, no proof: the definition runs
-        warnings.warn(f"decoding stays with the transformers definition: {error}", stacklevel=3)
+        warnings.warn(f"decoding stays with the transformers definition: {error}", QuantkitWarning, stacklevel=3)
         return False
 
 

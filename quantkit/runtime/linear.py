@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.errors import RequestError
+from quantkit.runtime import workers
 from quantkit.runtime.kernels.cpu import Int4Weight, Int8Weight, int4_fits, int8_fits, linear_int4, linear_int8
 from quantkit.runtime.kernels.cpu_packed import PlanarWeight, linear_numba, planar_fits
 from quantkit.runtime.kernels.reference import (
@@ -93,9 +94,8 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
     triton = kernel is not None and kernel.startswith("triton")
     fits = {"int4": can4, "int8": can8, "numba": planar}
     if not fits.get(str(kernel), True) or (triton and not gpu):
-        raise RequestError(
-            f"kernel={kernel!r} cannot take {q.scheme.describe()} over {list(q.shape)} on {device}. Leave the kernel to quantkit."
-        )
+        takes = [name for name, fit in fits.items() if fit] + (["triton"] if gpu else []) + ["dequantize", "reference"]
+        raise _unfit(kernel, f"{q.scheme.describe()} over {list(q.shape)}", device, takes)
     if planar and kernel in (None, "numba"):
         return PlanarWeight(q)
     if can4 and kernel in (None, "int4"):
@@ -105,6 +105,20 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
     if gpu:
         return TritonWeight(q, device)
     return WordsWeight(q).to(device)
+
+
+def _unfit(kernel: str | None, what: str, device: torch.device, takes: list[str]) -> RequestError:
+    """Why a kernel that was asked for cannot run here, and which could."""
+    why = f"cannot take {what} on {device}"
+    if str(kernel).startswith("triton") and device.type != "cuda":
+        why = f"runs on a GPU, not on {device}"
+    elif str(kernel).startswith("triton") and find_spec("triton") is None:
+        why = "needs the library 'triton', which is not installed"
+    elif kernel == "numba" and device.type == "cpu" and not workers.available():
+        why = "needs numba (pip install 'quantkit[cpu]')"
+    elif kernel in ("numba", "int4", "int8") and device.type != "cpu":
+        why = f"runs on a CPU, not on {device}"
+    return RequestError(f"kernel={kernel!r} {why}. Leave the kernel to quantkit, or choose from {', '.join(takes)}.")
 
 
 def _pack_blocks(q: BlockTensor, device: torch.device, kernel: str | None) -> PackedWeight:
@@ -118,9 +132,7 @@ def _pack_blocks(q: BlockTensor, device: torch.device, kernel: str | None) -> Pa
         if known_table(tabled.table) and triton_fits(tabled.scheme, q.shape[1]):
             return TritonWeight(tabled, device)
     if triton:
-        raise RequestError(
-            f"kernel={kernel!r} cannot take {q.kind} over {list(q.shape)} on {device}. Leave the kernel to quantkit."
-        )
+        raise _unfit(kernel, f"{q.kind} over {list(q.shape)}", device, ["dequantize", "reference"])
     return BlockWeight(q).to(device)
 
 

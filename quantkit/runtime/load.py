@@ -22,6 +22,7 @@ from quantkit.model.naming import Naming
 from quantkit.model.skeleton import Weights, build_skeleton, tied_parameters
 from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.head import check_head_bits, compact_head, round_head
+from quantkit.runtime.kernels.cpu_packed import HalfWeight
 from quantkit.runtime.linear import KERNELS, QuantLinear, pack
 from quantkit.runtime.model import Model
 from quantkit.runtime.siblings import join_siblings
@@ -79,15 +80,17 @@ def load(
     plan = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
     reader = QuantizedReader(source)
     module = build_skeleton(source.config, number)
+    if keep_dense and head_bits is None and not reader.modules:
+        raise RequestError(
+            f"keep_dense (--keep-dense) has no effect: no weight of {source.path} is quantized. Leave it out."
+        )
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
     if head_bits is not None:
         round_head(module, head_bits, device=where, dtype=number, kernel=kernel)
     elif not dequantize and where.type == "cpu" and kernel in (None, "numba"):
         compact_head(module, number, kernel)
     if keep_dense:
-        for layer in module.modules():
-            if isinstance(layer, QuantLinear):
-                layer.hold_dense(number)
+        _hold_dense(module, number)
     if where.type == "cuda":
         join_siblings(module, where)
     return Model(
@@ -123,6 +126,13 @@ def kv_plan(stored: KVPlan | None, bits: int | str | None, scales: Scales | None
             "fp8, nor the other way round. Convert again with the --kv-bits you want."
         )
     return plan.with_scales(scales)
+
+
+def _hold_dense(module: nn.Module, dtype: torch.dtype) -> None:
+    for layer in module.modules():
+        # a head kept in 16 bits becomes float32 for next to nothing, and reads one token of each prompt
+        if isinstance(layer, QuantLinear) and not isinstance(layer.packed, HalfWeight):
+            layer.hold_dense(dtype)
 
 
 def choose_device(device: str | torch.device) -> torch.device:

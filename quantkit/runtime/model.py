@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan
-from quantkit.errors import RequestError
+from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.runtime.attention import cached_heads, layer_specs, transformers_cache
 from quantkit.runtime.cache import KVCache
 from quantkit.runtime.embedding import QuantEmbedding
@@ -73,6 +73,7 @@ class Model:
         if step is None:
             warnings.warn(
                 f"decoding on the GPU runs the transformers definition, launch by launch, without a CUDA graph: {reason}.",
+                QuantkitWarning,
                 stacklevel=2,
             )
         return step
@@ -230,6 +231,11 @@ class Model:
         """Layers by the layout of their packed weight: ``{"int4": 210}``."""
         found = [m.packed.layout for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))]
         return {name: found.count(name) for name in dict.fromkeys(found)}
+
+    def __repr__(self) -> str:
+        dtype, layouts = str(self.dtype).removeprefix("torch."), self.layouts()
+        held = ", ".join(f"{count} x {name}" for name, count in layouts.items()) or "no packed weights"
+        return f"Model({self.config.get('model_type')}, {self.device}, {dtype}, {held}, KV cache {self.kv_stored_bits} bit)"
 
     def windows(self) -> list[int | None]:
         """Sliding window of each layer in tokens, None for full attention."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quantkit.core.host import undisturbed
-from quantkit.errors import RequestError
+from quantkit.errors import QuantkitWarning, RequestError
 
 MOST = 64  # threads
 PATIENCE = 20_000  # empty looks before a worker sleeps: about a millisecond
@@ -37,12 +37,20 @@ def available() -> bool:
     if importlib.util.find_spec("numba") is None:
         return False
     try:
-        importlib.import_module("numba")
+        numba = importlib.import_module("numba")
     except (
         Exception
     ) as error:  # ImportError for NumPy's version, OSError for llvmlite's library, and whatever comes next
         warnings.warn(
             f"numba is installed but cannot be imported ({error}): torch's own kernels are used. Reinstall quantkit[cpu].",
+            QuantkitWarning,
+            stacklevel=2,
+        )
+        return False
+    if numba.config.DISABLE_JIT:
+        warnings.warn(
+            "numba compiles nothing (NUMBA_DISABLE_JIT is set): torch's own kernels are used. Unset it for the compiled ones.",
+            QuantkitWarning,
             stacklevel=2,
         )
         return False

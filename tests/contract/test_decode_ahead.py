@@ -203,3 +203,20 @@ else:
         assert model.decoding == "lean"
         assert not loop.guard.locked()
         assert answers(model, [options], -1)[0].tokens == expected  # said once
+
+    def test_a_smaller_batch_that_cannot_be_captured_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+        """One sequence leaves; for the one that is left memory, say, does not suffice to capture: its answer is finished all the same."""
+        model = tiny("llama", **FEW)
+        options = [GenerationOptions(max_tokens=8), GenerationOptions(max_tokens=2)]
+        expected = {row: done.tokens for row, done in answers(model, options, -1).items()}
+        recorder = Recorder(monkeypatch)
+        model.__dict__["lean"] = step_of(model)
+        model.__dict__["loop"] = loop = model.ahead(model.lean, capture=True)
+        loop.prepare(options, 80)
+        recorder.fails = True
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            assert {row: done.tokens for row, done in answers(model, options, -1).items()} == expected
+        assert sorted(loop._slots) == [1, 2]
+        assert not loop._slots[1].graphs
+        assert model.decoding == "lean"
+        assert not loop.guard.locked()

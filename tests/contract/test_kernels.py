@@ -148,8 +148,12 @@ def test_fast_layouts_are_chosen_where_they_apply_and_refused_elsewhere(monkeypa
         pack(quantized(Scheme(4, 64), (24, 128)), device=CPU, kernel="int4")
     with pytest.raises(RequestError, match="known kernels"):
         pack(quantized(Scheme(4, 64), (24, 128)), device=CPU, kernel="warp")
-    with pytest.raises(RequestError, match="numba"):
+    with pytest.raises(RequestError, match=r"needs numba \(pip install 'quantkit\[cpu\]'\)"):
         pack(quantized(Scheme(4, 64), (24, 128)), device=CPU, kernel="numba")
+    with pytest.raises(RequestError, match=r"runs on a GPU, not on cpu.* choose from int4, dequantize, reference"):
+        pack(quantized(Scheme(4, 64), (32, 128)), device=CPU, kernel="triton-gemv")
+    with pytest.raises(RequestError, match=r"cannot take W4 g64 sym over .* choose from int4, dequantize"):
+        pack(quantized(Scheme(4, 64), (32, 128)), device=CPU, kernel="int8")
 
 
 def test_a_scratch_buffer_made_in_inference_mode_serves_outside_it() -> None:

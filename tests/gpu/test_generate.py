@@ -33,6 +33,7 @@ def greedy(model: Any, ids: torch.Tensor, count: int) -> list[int]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:decoding on the GPU runs the transformers definition")  # gemma2, mixtral
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gemma2", "mixtral"])
 @pytest.mark.parametrize("scheme", [Scheme(4, 32, False), Scheme(8, None)], ids=Scheme.describe)
 def test_logits_and_greedy_tokens_equal_those_of_the_cpu(name: str, scheme: Scheme, tmp_path: Path) -> None:

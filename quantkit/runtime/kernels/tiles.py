@@ -129,8 +129,9 @@ def processors(device: torch.device) -> int:
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Whether matrix units take the left operand from registers without copies in between (``wgmma``, from sm_90 on)."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether matrix units take the left operand from registers without copies in between (``wgmma`` and what followed it), and a block
+    may have more than 200 KB of shared memory: sm_90 to sm_110. sm_120 has neither."""
+    return device.type != "cuda" or 9 <= torch.cuda.get_device_capability(device)[0] <= 11
 
 
 def derive(weight: TritonWeight, tokens: int, sms: int, wide: bool = True) -> Tile:

@@ -33,6 +33,23 @@ def test_the_products_are_a_float32_product_within_what_the_parts_lose(mode: str
 
 
 @pytest.mark.parametrize("mode", ["bf16x6", "bf16x3"])
+def test_a_transposed_weight_is_joined_as_it_lies(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turning six copies of it round in memory, for every batch, would cost more than splitting it."""
+    left, weight, given = noise(96, 700), noise(80, 700, seed=1), []
+
+    def multiply(lefts: torch.Tensor, rights: torch.Tensor) -> torch.Tensor:
+        given.append(rights)
+        return lefts.float() @ rights.float()
+
+    monkeypatch.setattr("quantkit.calibrate.products.multiply", multiply)
+    turned = split_product(left, weight.t().contiguous(), mode)
+    as_it_lies = split_product(left, weight.t(), mode)
+    assert [rights.stride(0) for rights in given] == [80, 1]
+    assert torch.equal(given[0], given[1])
+    torch.testing.assert_close(as_it_lies, turned, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["bf16x6", "bf16x3"])
 def test_linears_and_hessians_use_it_inside_and_not_outside(mode: str) -> None:
     x, weight, bias = noise(3, FEW, 600), noise(50, 600, seed=1), noise(50, seed=2)
     plain = torch.nn.functional.linear(x, weight, bias)

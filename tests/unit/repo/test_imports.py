@@ -37,6 +37,7 @@ ALLOWED = {
         "convert",
         "evaluate",
     },
+    "__main__": {"cli"},
 }
 LIGHT = {"click", "torch", "numpy", "rich", "safetensors", "huggingface_hub"}
 TRANSFORMERS_ROOMS = ("model/", "runtime/", "checkpoint/tokenizer.py", "hf.py")

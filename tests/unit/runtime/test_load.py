@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ def test_a_packed_model_runs_as_its_dequantized_twin(
     assert packed.memory()["dense"] + packed.memory()["quantized"] < dense.memory()["dense"]
     elements = sum(m.in_features * m.out_features for m in layers)
     assert packed.memory()["quantized"] * 8 / elements <= scheme.bits + 64 / 32
+
+
+def test_a_model_prints_as_what_it_runs(packed_folder: Folder) -> None:
+    model = load(packed_folder("llama", Scheme(4, 32)), device="cpu", dtype="float32", kernel="reference")
+    assert re.fullmatch(r"Model\(llama, cpu, float32, \d+ x words, KV cache 32 bit\)", repr(model))
 
 
 def test_tied_embeddings_stay_one_tensor(packed_folder: Folder, float_folder: Folder) -> None:

@@ -94,3 +94,14 @@ def test_float32_never_goes_to_the_matrix_units() -> None:
         "gemv",
         "dequantize",
     }
+
+
+@pytest.mark.parametrize(
+    ("capability", "wide"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
+)
+def test_wide_tiles_are_for_devices_with_the_shared_memory_for_them(
+    capability: tuple[int, int], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consumer cards are newer than sm_90 and have 99 KB: a kernel that asks for more does not start there."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert tiles.hopper.__wrapped__(torch.device("cuda")) is wide

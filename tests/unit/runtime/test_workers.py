@@ -15,7 +15,7 @@ import torch
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import RequestError
+from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.runtime import workers
 from quantkit.runtime.kernels.cpu_packed import PlanarWeight, linear_numba
 
@@ -120,6 +120,19 @@ def test_an_interrupt_leaves_no_worker_at_the_job_and_the_next_one_runs(name: st
 
 
 @pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+def test_a_numba_that_is_told_to_compile_nothing_is_said_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    workers.available.cache_clear()
+    try:
+        with pytest.warns(QuantkitWarning, match="NUMBA_DISABLE_JIT"):
+            assert not workers.available()
+    finally:
+        workers.available.cache_clear()
+
+
+@pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
 def test_a_numba_that_does_not_import_is_said_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> Any:
         raise ImportError("Numba needs NumPy 2.3 or less")
@@ -127,7 +140,7 @@ def test_a_numba_that_does_not_import_is_said_and_left_alone(monkeypatch: pytest
     monkeypatch.setattr(workers.importlib, "import_module", refuse)
     workers.available.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="NumPy 2.3 or less"):
+        with pytest.warns(QuantkitWarning, match="NumPy 2.3 or less"):
             assert not workers.available()
     finally:
         workers.available.cache_clear()
