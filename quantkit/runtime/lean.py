@@ -27,6 +27,7 @@ from quantkit.runtime.kernels.cpu_packed import HalfWeight, PlanarWeight, dense_
 from quantkit.runtime.linear import QuantLinear
 from quantkit.runtime.paged import PagedLayer, Row
 
+MOST_GROUPS = 14  # of a value, each with a scale (``cpu_numba_parts.MOST_GROUPS``)
 MOST_SEQUENCES = 8  # beyond, the matrices are no longer bound by memory and torch's own multiply faster
 PROOF_TOKENS = 140  # the twin's longrope, yarn and llama 4 scalings begin at 128
 CLOSE = 1e-4  # largest relative difference on the twin; float32 sums in another order give about 1e-6
@@ -218,7 +219,19 @@ class LeanStep:
             fields[k.TABLE], fields[k.TABLE_STRIDE] = table.pages.ctypes.data, table.pages.shape[1]
             fields[k.PACKED], fields[k.WINDOW] = table.packed.ctypes.data, layer.spec.window or 0
             fields[k.KEY_POOL], fields[k.VALUE_POOL] = exact["keys"].data_ptr(), exact["values"].data_ptr()
-            fields[k.KEY_BITS] = fields[k.VALUE_BITS] = 16
+            fields[k.GROUPS] = 1
+            if layer.spec.packing is not None and layer.packed is not None and layer.first is not None:
+                scheme, packed = layer.spec.scheme, layer.packed.fields
+                fields[k.KEY_BITS], fields[k.VALUE_BITS] = scheme.keys, scheme.values
+                fields[k.KEY_CODES], fields[k.KEY_SCALES] = packed["keys"].data_ptr(), packed["key_scales"].data_ptr()
+                fields[k.VALUE_CODES], fields[k.VALUE_SCALES] = (
+                    packed["values"].data_ptr(),
+                    packed["value_scales"].data_ptr(),
+                )
+                fields[k.GROUPS], fields[k.FIRST_COUNT] = scheme.groups(layer.head_dim[1]), scheme.first
+                fields[k.FIRST_KEYS], fields[k.FIRST_VALUES] = (x.data_ptr() for x in layer.first)
+            else:
+                fields[k.FIRST_COUNT] = 0
         return job
 
     def _lay_out(self, job: np.ndarray[Any, np.dtype[np.int64]], batch: int, length: int, parts: int) -> None:
@@ -235,6 +248,10 @@ class LeanStep:
             (k.S_KEY, dim),
             (k.S_BIAS, sharing * 4),
             (k.S_SCORES, sharing * chunk * 4),
+            (k.S_ROWS, k.ROWS_AT_ONCE * dim),
+            (k.S_WEIGHTS, k.MOST_GROUPS * sharing * PAGE_TOKENS * 4),
+            (k.S_SCALES, max(2 * dim, 2 * PAGE_TOKENS * 4)),
+            (k.S_FOLDED, sharing * dim),
             (k.S_QUANT, batch * (widest + 128) * 3),
         ):
             job[field] = at
@@ -272,11 +289,12 @@ def _bits(value: float) -> int:
 
 
 def _readable(layer: PagedLayer) -> bool:
-    """Whether the step reads this layer's pages: float32 as it comes."""
-    spec = layer.spec
-    return (
-        bool(layer.length)
-        and spec.dtype == torch.float32
-        and layer.head_dim[0] == layer.head_dim[1]
-        and spec.packing is None
-    )
+    """Whether the step reads this layer's pages: float32 as it comes, or both keys and values packed with online scales."""
+    spec, (keys, values) = layer.spec, layer.head_dim
+    if not layer.length or spec.dtype != torch.float32 or keys != values:
+        return False
+    scheme, groups = spec.scheme, spec.scheme.groups(values)
+    if not scheme.quantized:
+        return True
+    narrow = max(scheme.keys, scheme.values) < 16 and scheme.scales == "online"
+    return narrow and groups <= MOST_GROUPS and values // groups % 8 == 0

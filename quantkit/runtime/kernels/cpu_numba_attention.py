@@ -11,7 +11,24 @@ import numpy as np
 
 from quantkit.runtime.kernels.cpu_numba import ONE, ZERO, F, jit
 from quantkit.runtime.kernels.cpu_numba_ir import as_float, dot_f32, load_f32, load_i64, store_f32
-from quantkit.runtime.kernels.cpu_numba_pages import dots1, dots2, dots3, exponentials, largest, mix1, mix2, mix3
+from quantkit.runtime.kernels.cpu_numba_pages import (
+    apart,
+    codes2,
+    codes3,
+    codes4,
+    codes8,
+    dots1,
+    dots2,
+    dots3,
+    exponentials,
+    fill,
+    fold,
+    halves,
+    largest,
+    mix1,
+    mix2,
+    mix3,
+)  # fmt: skip
 from quantkit.runtime.kernels.cpu_numba_parts import (
     CHUNK_PAGES,
     COS,
@@ -19,28 +36,41 @@ from quantkit.runtime.kernels.cpu_numba_parts import (
     FIRST_COUNT,
     FIRST_KEYS,
     FIRST_VALUES,
+    GROUPS,
     HEAD_DIM,
     HEADER,
     HEADS,
+    KEY_BITS,
+    KEY_CODES,
     KEY_POOL,
+    KEY_SCALES,
     KV_HEADS,
     LENGTHS,
     MIXED,
     NORM_K,
     NORM_Q,
+    PACKED,
     PAGE,
     PARTIALS,
     QKV,
     ROTARY,
+    ROWS_AT_ONCE,
     S_BIAS,
+    S_FOLDED,
     S_KEY,
     S_QUERY,
+    S_ROWS,
+    S_SCALES,
     S_SCORES,
+    S_WEIGHTS,
     SCALING,
     SIN,
     TABLE,
     TABLE_STRIDE,
+    VALUE_BITS,
+    VALUE_CODES,
     VALUE_POOL,
+    VALUE_SCALES,
     WINDOW,
     exponential,
     normalize,
@@ -152,8 +182,27 @@ def mix(rows, stride, count, w, w_stride, heads, out, out_stride, width):
 
 
 @jit
-def attend(job, layer, own, sequence, kv, chunk, chunks):
-    """One unit of work."""
+def decode(bits, codes, rows, dim, out):
+    """Rows of packed codes as floats ``[rows, dim]``."""
+    if bits == 8:
+        codes8(codes, dim, rows, dim // 16, out)
+    elif bits == 4:
+        codes4(codes, dim // 2, rows, dim // 16, out)
+    elif bits == 3:
+        codes3(codes, dim // 4 + dim // 8, rows, dim // 16, out)
+    else:
+        codes2(codes, dim // 4, rows, dim // 16, out)
+
+
+@jit
+def row_bytes(bits, dim):
+    """Of one token's codes."""
+    return dim // 4 + dim // 8 if bits == 3 else dim * bits // 8
+
+
+@jit
+def attend(job, layer, own, sequence, kv, chunk, chunks, again):
+    """One unit of work. again: the last one of this thread had another sequence or another head."""
     dim, kv_heads, page = job[HEAD_DIM], job[KV_HEADS], job[PAGE]
     sharing = job[HEADS] // kv_heads
     length = load_i64(job[LENGTHS], sequence)
@@ -163,21 +212,19 @@ def attend(job, layer, own, sequence, kv, chunk, chunks):
     space = HEADER + 2 * dim
     out = job[PARTIALS] + ((sequence * job[HEADS] + kv * sharing) * chunks + chunk) * space * 4
     for h in range(sharing):
-        for i in range(space):
-            store_f32(out + h * chunks * space * 4, i, ZERO)
+        fill(out + h * chunks * space * 4, space // 8, ZERO)
+        store_f32(out + h * chunks * space * 4, 0, LOWEST)
+    if again:
+        _queries(job, layer, own, sequence, kv * sharing, sharing, length)
     if begin >= end:  # other sequences are longer
-        for h in range(sharing):
-            store_f32(out + h * chunks * space * 4, 0, LOWEST)
         return
     if end == length + 1:
         keep(job, layer, own, sequence, kv, length)
-    _queries(job, layer, own, sequence, kv * sharing, sharing, length)
     scores, stride = own + job[S_SCORES], CHUNK_PAGES * page * 4
     for g in range(begin // page, (end + page - 1) // page):
         low, high = max(begin, g * page), min(end, (g + 1) * page)
-        _score_page(
-            job, layer, own, sequence, kv, g, low - g * page, high - g * page, scores + (low - begin) * 4, stride
-        )
+        at = scores + (low - begin) * 4
+        score_page(job, layer, own, sequence, kv, g, low - g * page, high - g * page, at, stride)
     count = end - begin
     for h in range(sharing):
         row, to = scores + h * stride, out + h * chunks * space * 4
@@ -188,10 +235,8 @@ def attend(job, layer, own, sequence, kv, chunk, chunks):
         store_f32(to, 1, exponentials(row, (count + 7) // 8, most))
     for g in range(begin // page, (end + page - 1) // page):
         low, high = max(begin, g * page), min(end, (g + 1) * page)
-        _mix_page(
-            job, layer, own, sequence, kv, g, low - g * page, high - g * page, scores + (low - begin) * 4, stride,
-            out + HEADER * 4, chunks * space * 4,
-        )  # fmt: skip
+        at = scores + (low - begin) * 4
+        mix_page(job, layer, own, sequence, kv, g, low - g * page, high - g * page, at, stride, out, chunks * space * 4)
 
 
 @jit
@@ -204,42 +249,124 @@ def _queries(job, layer, own, sequence, head, sharing, position):
         prepare(job, layer, row + h * dim * 4, layer[NORM_Q], query, position)
         for i in range(dim):
             store_f32(query, i, load_f32(query, i) * scaling)
-        store_f32(own + job[S_BIAS], h, ZERO)
 
 
 @jit
-def _score_page(job, layer, own, sequence, kv, g, low, high, out, out_stride):
+def score_page(job, layer, own, sequence, kv, g, low, high, out, out_stride):
     """Scores of tokens low to high of a sequence's page g."""
-    dim, page, sharing = job[HEAD_DIM], job[PAGE], job[HEADS] // job[KV_HEADS]
-    rows = layer[KEY_POOL] + ((number(layer, sequence, g) * job[KV_HEADS] + kv) * page + low) * dim * 4
-    dots(rows, dim * 4, high - low, own + job[S_QUERY], sharing, dim, own + job[S_BIAS], out, out_stride)
+    dim, page, kv_heads, sharing = job[HEAD_DIM], job[PAGE], job[KV_HEADS], job[HEADS] // job[KV_HEADS]
+    query, bias = own + job[S_QUERY], own + job[S_BIAS]
+    for h in range(sharing):
+        store_f32(bias, h, ZERO)
+    place = number(layer, sequence, g) * kv_heads + kv
+    if g >= load_i64(layer[PACKED], sequence):
+        rows = layer[KEY_POOL] + (place * page + low) * dim * 4
+        dots(rows, dim * 4, high - low, query, sharing, dim, bias, out, out_stride)
+        return
+    if g == 0 and low < layer[FIRST_COUNT]:
+        exact = min(high, layer[FIRST_COUNT]) - low
+        rows = layer[FIRST_KEYS] + ((sequence * kv_heads + kv) * layer[FIRST_COUNT] + low) * dim * 4
+        dots(rows, dim * 4, exact, query, sharing, dim, bias, out, out_stride)
+        low, out = low + exact, out + exact * 4
+    scales, folded, rows = own + job[S_SCALES], own + job[S_FOLDED], own + job[S_ROWS]
+    halves(layer[KEY_SCALES] + place * dim * 4, scales, dim // 4)
+    for h in range(sharing):
+        store_f32(bias, h, fold(query + h * dim * 4, scales, scales + dim * 4, folded + h * dim * 4, dim // 8))
+    width = row_bytes(layer[KEY_BITS], dim)
+    for at in range(low, high, ROWS_AT_ONCE):
+        count = min(high - at, ROWS_AT_ONCE)
+        decode(layer[KEY_BITS], layer[KEY_CODES] + (place * page + at) * width, count, dim, rows)
+        dots(rows, dim * 4, count, folded, sharing, dim, bias, out + (at - low) * 4, out_stride)
 
 
 @jit
-def _mix_page(job, layer, own, sequence, kv, g, low, high, w, w_stride, out, out_stride):
-    """Add the values of tokens low to high of a sequence's page g, weighted."""
-    dim, page, sharing = job[HEAD_DIM], job[PAGE], job[HEADS] // job[KV_HEADS]
-    rows = layer[VALUE_POOL] + ((number(layer, sequence, g) * job[KV_HEADS] + kv) * page + low) * dim * 4
-    mix(rows, dim * 4, high - low, w, w_stride, sharing, out, out_stride, dim)
+def mix_page(job, layer, own, sequence, kv, g, low, high, w, w_stride, out, out_stride):
+    """Add the values of tokens low to high of a sequence's page g, weighted, to partial results at ``out``."""
+    dim, page, kv_heads, sharing = job[HEAD_DIM], job[PAGE], job[KV_HEADS], job[HEADS] // job[KV_HEADS]
+    place, plain = number(layer, sequence, g) * kv_heads + kv, out + HEADER * 4
+    if g >= load_i64(layer[PACKED], sequence):
+        rows = layer[VALUE_POOL] + (place * page + low) * dim * 4
+        mix(rows, dim * 4, high - low, w, w_stride, sharing, plain, out_stride, dim)
+        return
+    if g == 0 and low < layer[FIRST_COUNT]:
+        exact = min(high, layer[FIRST_COUNT]) - low
+        rows = layer[FIRST_VALUES] + ((sequence * kv_heads + kv) * layer[FIRST_COUNT] + low) * dim * 4
+        mix(rows, dim * 4, exact, w, w_stride, sharing, plain, out_stride, dim)
+        low, w = low + exact, w + exact * 4
+    groups, turned, rows = layer[GROUPS], plain + dim * 4, own + job[S_ROWS]
+    weigh(job, layer, own, place, low, high, w, w_stride, out, out_stride)
+    width, row = dim // groups, row_bytes(layer[VALUE_BITS], dim)
+    for at in range(low, high, ROWS_AT_ONCE):
+        count = min(high - at, ROWS_AT_ONCE)
+        decode(layer[VALUE_BITS], layer[VALUE_CODES] + (place * page + at) * row, count, dim, rows)
+        for group in range(groups):
+            weights = own + job[S_WEIGHTS] + (group * sharing * page + at - low) * 4
+            shift = group * width * 4
+            mix(rows + shift, dim * 4, count, weights, page * 4, sharing, turned + shift, out_stride, width)
 
 
 @jit
-def merge(job, sequence, head, chunks):
+def weigh(job, layer, own, place, low, high, w, w_stride, out, out_stride):
+    """Weights times the scales of the values, into S_WEIGHTS ``[groups, sharing, page]``; what the lows add, into the headers at ``out``."""
+    page, sharing, groups, count = job[PAGE], job[HEADS] // job[KV_HEADS], layer[GROUPS], high - low
+    scales = own + job[S_SCALES]
+    lows = scales + page * 4
+    for group in range(groups):
+        apart(layer[VALUE_SCALES] + (place * page * groups + group) * 4, groups * 4, scales, lows, page // 8)
+        for h in range(sharing):
+            x, to = w + h * w_stride, own + job[S_WEIGHTS] + (group * sharing + h) * page * 4
+            added = fold(x, scales + low * 4, lows + low * 4, to, count // 8)
+            for i in range(count // 8 * 8, count):
+                store_f32(to, i, load_f32(x, i) * load_f32(scales, low + i))
+                added += load_f32(x, i) * load_f32(lows, low + i)
+            header = out + h * out_stride
+            store_f32(header, 2 + group, load_f32(header, 2 + group) + added)
+
+
+@jit
+def merge(job, layer, own, sequence, head, chunks):
     """Join the chunks of one head into MIXED."""
-    dim = job[HEAD_DIM]
+    dim, groups = job[HEAD_DIM], layer[GROUPS]
     space = (HEADER + 2 * dim) * 4
     parts = job[PARTIALS] + (sequence * job[HEADS] + head) * chunks * space
-    out = job[MIXED] + (sequence * job[HEADS] + head) * dim * 4
+    out, turned = job[MIXED] + (sequence * job[HEADS] + head) * dim * 4, own + job[S_KEY]
     most, total = LOWEST, ZERO
     for c in range(chunks):
         most = max(most, load_f32(parts + c * space, 0))
-    for i in range(dim):
-        store_f32(out, i, ZERO)
+    fill(out, dim // 8, ZERO)
+    fill(turned, dim // 8, ZERO)
+    packed, lows = load_i64(layer[PACKED], sequence) > 0, own + job[S_SCALES]
+    for group in range(groups):
+        store_f32(lows, group, ZERO)
     for c in range(chunks):
-        part = parts + c * space
-        factor = exponential(load_f32(part, 0) - most)
-        total += factor * load_f32(part, 1)
-        for i in range(dim):
-            store_f32(out, i, load_f32(out, i) + factor * load_f32(part, HEADER + i))
+        part, factor = parts + c * space, own + job[S_BIAS]
+        store_f32(factor, 0, exponential(load_f32(part, 0) - most))
+        total += load_f32(factor, 0) * load_f32(part, 1)
+        mix1(part + HEADER * 4, 0, 1, factor, 0, out, 0, dim // 8)
+        if packed:
+            mix1(part + (HEADER + dim) * 4, 0, 1, factor, 0, turned, 0, dim // 8)
+            for group in range(groups):
+                store_f32(lows, group, load_f32(lows, group) + load_f32(factor, 0) * load_f32(part, 2 + group))
+    for i in range(dim if packed else 0):
+        store_f32(turned, i, load_f32(turned, i) + load_f32(lows, i * groups // dim))
+    if packed:
+        turn(turned, dim)
     for i in range(dim):
-        store_f32(out, i, load_f32(out, i) * (ONE / total))
+        store_f32(out, i, (load_f32(out, i) + load_f32(turned, i)) / total)
+
+
+@jit
+def turn(x, dim):
+    """The Hadamard rotation of ``core/kvpages.py`` in place: blocks of the largest power of two that divides ``dim``."""
+    size = dim & -dim
+    span = np.int64(1)
+    while span < size:
+        for i in range(dim // 2):
+            a = i // span * 2 * span + i % span
+            p, q = load_f32(x, a), load_f32(x, a + span)
+            store_f32(x, a, p + q)
+            store_f32(x, a + span, p - q)
+        span *= 2
+    factor = ONE / np.sqrt(F(size))
+    for i in range(dim):
+        store_f32(x, i, load_f32(x, i) * factor)

@@ -14,12 +14,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from quantkit.runtime.kernels.cpu_numba_ir import (
+    F16C,
     F32,
+    I8,
+    I16,
     I32,
     I64,
     V4F32,
     V8F32,
     V8I32,
+    V16F32,
+    V16I16,
+    V16I32,
+    _as_floats,
     _at,
     _fma,
     _lanes,
@@ -31,7 +38,7 @@ from quantkit.runtime.kernels.cpu_numba_ir import (
     int64,
 )
 
-MOST_HEADS = 3  # dots of so many heads with four rows: twelve sums, which is what 16 registers hold
+V8I8, V16F16 = ir.VectorType(I8, 8), ir.VectorType(ir.HalfType(), 16)
 
 
 def _int(value: int) -> Any:
@@ -59,6 +66,7 @@ def _four_totals(b: Any, x: list[Any]) -> Any:
 
 
 def _dots(heads: int) -> Any:
+    """Four rows and up to three heads at a time: twelve sums are what 16 registers hold."""
     chains = 2 if heads == 1 else 1  # four sums alone would wait for each other
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
@@ -211,3 +219,146 @@ def exponentials(typing, x, eights, most):
         return _total(b, b.load(total))
 
     return float32(int64, int64, float32), generate
+
+
+@intrinsic
+def fill(typing, x, eights, value):
+    """``8 * eights`` floats become ``value``."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        address, eights, value = args
+        each = _splat(b, value, V8F32)
+        with cgutils.for_range(b, eights) as loop:
+            b.store(each, _at(b, address, V8F32, b.shl(loop.index, _int(5))), align=4)
+        return context.get_dummy_value()
+
+    return types.void(int64, int64, float32), generate
+
+
+@intrinsic
+def fold(typing, x, scales, lows, out, eights):
+    """``out = x * scale`` for ``8 * eights`` floats; returns the sum of ``x * low``."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, scales, lows, out, eights = args
+        total = _sums(b, V8F32, 1)[0]
+        with cgutils.for_range(b, eights) as loop:
+            at = b.shl(loop.index, _int(5))
+            given = _vector(b, x, V8F32, at)
+            b.store(b.fmul(given, _vector(b, scales, V8F32, at)), _at(b, out, V8F32, at), align=4)
+            b.store(_fma(b, given, _vector(b, lows, V8F32, at), b.load(total)), total)
+        return _total(b, b.load(total))
+
+    return float32(*[int64] * 5), generate
+
+
+@intrinsic
+def halves(typing, x, out, eights):
+    """``8 * eights`` float16 -> float32."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, out, eights = args
+        with cgutils.for_range(b, eights) as loop:
+            found = _as_floats("f16", b, x, b.shl(loop.index, _int(4)))
+            b.store(found, _at(b, out, V8F32, b.shl(loop.index, _int(5))), align=4)
+        return context.get_dummy_value()
+
+    return types.void(int64, int64, int64), generate
+
+
+@intrinsic
+def apart(typing, x, stride, scales, lows, eights):
+    """``8 * eights`` pairs of float16, ``stride`` bytes from each other -> float32, the first ones and the second ones."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        x, stride, scales, lows, eights = args
+        with cgutils.for_range(b, eights) as loop:
+            first = b.add(x, b.mul(b.shl(loop.index, _int(3)), stride))
+            words = ir.Constant(V8I32, ir.Undefined)
+            for i in range(8):
+                word = b.load(_at(b, b.add(first, b.mul(stride, _int(i))), I32), align=4)
+                words = b.insert_element(words, word, ir.Constant(I32, i))
+            both = _float16(b, b.bitcast(words, V16I16))
+            for out, lanes in ((scales, range(0, 16, 2)), (lows, range(1, 16, 2))):
+                b.store(_lanes(b, both, list(lanes)), _at(b, out, V8F32, b.shl(loop.index, _int(5))), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[int64] * 5), generate
+
+
+def _float16(b: Any, bits: Any) -> Any:
+    """Float16 as int16 x 16 -> float32 x 16, exact (not for infinities)."""
+    if F16C:
+        return b.fpext(b.bitcast(bits, V16F16), V16F32)
+    wide = b.zext(bits, V16I32)
+    magnitude = b.shl(b.and_(wide, _same(V16I32, 0x7FFF)), _same(V16I32, 13))
+    sign = b.shl(b.and_(wide, _same(V16I32, 0x8000)), _same(V16I32, 16))
+    return b.fmul(b.bitcast(b.or_(magnitude, sign), V16F32), _same(V16F32, 2.0**112))
+
+
+def _word(b: Any, address: Any, kind: Any = I32) -> Any:
+    """A little-endian word in every lane."""
+    word = b.load(_at(b, address, kind), align=1)
+    return _splat(b, word if kind is I32 else b.zext(word, I32), V8I32)
+
+
+def _fields(b: Any, word: Any, bits: int, start: int) -> Any:
+    """int32 x 8: codes of ``bits`` bits from bit ``start`` on."""
+    shifts = ir.Constant(V8I32, [start + bits * i for i in range(8)])
+    return b.and_(b.lshr(word, shifts), _same(V8I32, (1 << bits) - 1))
+
+
+def _sixteen(b: Any, bits: int, row: Any, index: Any, sixteens: Any) -> list[Any]:
+    """Codes of 16 channels, two int32 x 8. The bits are spread over lanes by shifts of different width, so channels stay in order."""
+    if bits == 8:
+        first = b.add(row, b.shl(index, _int(4)))
+        return [b.zext(_vector(b, first, V8I8, 8 * half), V8I32) for half in range(2)]
+    if bits == 4:
+        first = b.add(row, b.shl(index, _int(3)))
+        return [_fields(b, _word(b, b.add(first, _int(4 * half))), 4, 0) for half in range(2)]
+    word = _word(b, b.add(row, b.shl(index, _int(2))))
+    low = [_fields(b, word, 2, 16 * half) for half in range(2)]
+    if bits == 2:
+        return low
+    plane = b.add(row, b.shl(sixteens, _int(2)))
+    high = _word(b, b.add(plane, b.shl(index, _int(1))), I16)
+    return [b.or_(x, b.shl(_fields(b, high, 1, 8 * half), _same(V8I32, 2))) for half, x in enumerate(low)]
+
+
+def _codes(bits: int) -> Any:
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        codes, stride, rows, sixteens, out = args
+        with cgutils.for_range(b, rows) as loop:
+            row = b.add(codes, b.mul(loop.index, stride))
+            to = b.add(out, b.mul(loop.index, b.shl(sixteens, _int(6))))
+            with cgutils.for_range(b, sixteens) as inner:
+                at = b.shl(inner.index, _int(6))
+                for half, found in enumerate(_sixteen(b, bits, row, inner.index, sixteens)):
+                    b.store(b.sitofp(found, V8F32), _at(b, b.add(to, _int(32 * half)), V8F32, at), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[int64] * 5), generate
+
+
+@intrinsic
+def codes8(typing, codes, stride, rows, sixteens, out):
+    """Rows of 8-bit codes as floats, ``16 * sixteens`` a row, side by side at ``out``."""
+    return _codes(8)
+
+
+@intrinsic
+def codes4(typing, codes, stride, rows, sixteens, out):
+    """The same for 4 bits."""
+    return _codes(4)
+
+
+@intrinsic
+def codes3(typing, codes, stride, rows, sixteens, out):
+    """The same for 3 bits."""
+    return _codes(3)
+
+
+@intrinsic
+def codes2(typing, codes, stride, rows, sixteens, out):
+    """The same for 2 bits."""
+    return _codes(2)

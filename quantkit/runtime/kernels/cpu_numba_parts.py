@@ -10,19 +10,20 @@ from quantkit.runtime.kernels.cpu_numba_ir import as_bits, as_float, dot_f32, lo
 # A step job: int64 fields; floats as bits. Layers follow from FIRST_LAYER on. LENGTHS: tokens that each sequence has already.
 (JOB, TOKENS, EMBEDDED, SCRATCH, SCRATCH_BYTES, LAYERS, RESULT, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, ROTARY, ACT, LENGTHS, PARTIALS, QKV, MIXED,
  SENT, ACTED, INTERMEDIATE, EPS, SCALING, LAST_NORM, PAGE, S_HIDDEN, S_NORM, S_QUERY, S_KEY, S_BIAS, S_ROWS, S_SCORES, S_WEIGHTS, S_SCALES,
- S_QUANT) = range(34)  # fmt: skip
-FIRST_LAYER = 34
+ S_FOLDED, S_QUANT) = range(35)  # fmt: skip
+FIRST_LAYER = 35
 # A layer: addresses and numbers, then its seven matrices. TABLE: int64 ``[batch, TABLE_STRIDE]``, where each page of a sequence is: the first
 # ``PACKED[b]`` in the packed pool, the others in the exact one. FIRST_COUNT: exact first tokens, ``[batch, kv_heads, count, dim]``.
 (NORM_IN, NORM_MID, NORM_AFTER_ATTENTION, NORM_AFTER_MLP, NORM_Q, NORM_K, COS, SIN, KEY_POOL, VALUE_POOL, TABLE, TABLE_STRIDE, PACKED,
- WINDOW, KEY_BITS, KEY_CODES, KEY_SCALES, VALUE_BITS, VALUE_CODES, VALUE_SCALES, GROUPS, FIRST_COUNT, FIRST_KEYS, FIRST_VALUES, KEY_ROW,
- VALUE_ROW) = range(26)  # fmt: skip
-MATRICES = 26
+ WINDOW, KEY_BITS, KEY_CODES, KEY_SCALES, VALUE_BITS, VALUE_CODES, VALUE_SCALES, GROUPS, FIRST_COUNT, FIRST_KEYS, FIRST_VALUES) = range(24)  # fmt: skip
+MATRICES = 24
 Q, K, V, O, GATE, UP, DOWN = (MATRICES + i * FIELDS for i in range(7))  # noqa: E741
 LAYER = MATRICES + 7 * FIELDS
 JOB_STEP = 3
 CHUNK_PAGES = 4  # of a unit of attention
-HEADER = 16  # floats before the sums of a partial result
+HEADER = 16  # floats before the sums of a partial result: largest score, sum of exponentials, what the lows of each group of values add
+MOST_GROUPS = HEADER - 2
+ROWS_AT_ONCE = 16  # packed rows that are decoded before they are used, so that they stay in the first cache
 SILU, GELU_TANH = 0, 1
 LOG2E, LN2_HIGH, LN2_LOW, SHIFTER = F(1.44269504), F(0.693359375), F(-2.12194440e-4), F(12582912.0)
 

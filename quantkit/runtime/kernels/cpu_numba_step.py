@@ -144,16 +144,18 @@ def attention_block(job, layer, control, own, part, parts):
     barrier(control, parts)
     chunks, kv_heads = most_chunks(job, layer, tokens), job[KV_HEADS]
     units, sharing = tokens * kv_heads * chunks, heads // kv_heads
+    before = np.int64(-1)
     for unit in range(units * part // parts, units * (part + 1) // parts):
         sequence, kv, chunk = unit // (kv_heads * chunks), unit // chunks % kv_heads, unit % chunks
-        attend(job, layer, own, sequence, kv, chunk, chunks)
+        attend(job, layer, own, sequence, kv, chunk, chunks, unit // chunks != before)
+        before = unit // chunks
         if chunks == 1:
             for head in range(kv * sharing, (kv + 1) * sharing):
-                merge(job, sequence, head, chunks)
+                merge(job, layer, own, sequence, head, chunks)
     if chunks > 1:
         barrier(control, parts)
         for unit in range(tokens * heads * part // parts, tokens * heads * (part + 1) // parts):
-            merge(job, unit // heads, unit % heads, chunks)
+            merge(job, layer, own, unit // heads, unit % heads, chunks)
     barrier(control, parts)
     multiply(job, o, job[MIXED], heads * job[HEAD_DIM], quantized, part, parts, True)
     barrier(control, parts)

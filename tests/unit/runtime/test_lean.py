@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.core.kvscheme import KVPlan, KVScheme
 from quantkit.errors import UnsupportedModel
 from quantkit.runtime import lean, workers
 from quantkit.runtime.attention import transformers_cache
@@ -72,6 +73,72 @@ def test_a_compiled_step_equals_the_definition_over_pages_and_windows(tiny: Any,
         model = model_of(module, config, lean=True)
         assert model.lean is not None
         torch.testing.assert_close(decode(model, ids, 120, given), expected, rtol=2e-4, atol=2e-5)
+
+
+def agree(
+    module: Any, config: dict[str, Any], scheme: KVScheme, ids: Tensor, prompt: int, counts: list[int] | None
+) -> Model:
+    """Every step is the compiled one, and gives what the definition gives."""
+    plan = KVPlan(scheme)
+    expected = decode(model_of(module, config, lean=False, kv_plan=plan), ids, prompt, counts)
+    model = model_of(module, config, lean=True, kv_plan=plan)
+    taken = []
+    step = model.lean
+    model.lean = lambda *given: taken.append(step(*given)) or taken[-1]
+    torch.testing.assert_close(decode(model, ids, prompt, counts), expected, rtol=2e-4, atol=5e-5)
+    assert len(taken) == ids.shape[1] - prompt
+    assert all(hidden is not None for hidden in taken)
+    return model
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, "k4v2", "k2v8"])
+def test_packed_pages_are_read_as_the_definition_reads_them(tiny: Any, bits: int | str) -> None:
+    """From before a page is packed to after it; the second sequence is still among its first tokens."""
+    config = tiny.config("llama")
+    scheme = KVScheme.of(bits)
+    agree(
+        tiny.module(config), config, scheme, tokens(2, scheme.recent + 74), scheme.recent + 56, [scheme.recent + 56, 2]
+    )
+
+
+@needs_numba
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 128), (5, 5, 48), (8, 1, 16)])
+def test_packed_pages_of_any_shape_of_heads_in_many_chunks(
+    tiny: Any, heads: int, kv_heads: int, dim: int, threads: int
+) -> None:
+    config = tiny.config(
+        "llama", hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    agree(tiny.module(config), config, KVScheme.of("k4v3"), tokens(2, 604), 600, [600, 300])
+
+
+@needs_numba
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_window_over_packed_pages_forgets_as_the_definition_does(tiny: Any, bits: int) -> None:
+    config = tiny.config("mistral", sliding_window=150)
+    agree(tiny.module(config), config, KVScheme.of(bits), tokens(2, 230), 200, [200, 140])
+
+
+@needs_numba
+def test_first_tokens_stay_exact_however_short_the_prompt_was(tiny: Any) -> None:
+    config = tiny.config("llama", num_hidden_layers=1)
+    agree(tiny.module(config), config, KVScheme(2, 2, recent=1), tokens(1, 70), 1, None)
+
+
+@needs_numba
+def test_pages_that_the_step_does_not_read_are_left_to_the_definition(tiny: Any) -> None:
+    config = tiny.config("llama")
+    module = tiny.module(config)
+    for scheme in (KVScheme(16, 4), KVScheme(4, 16), KVScheme(4, 4, group_size=4)):
+        model = model_of(module, config, lean=True, kv_plan=KVPlan(scheme))
+        cache = model.new_cache(8)
+        with torch.inference_mode():
+            model.step(tokens(1, 8), transformers_cache(cache))
+            assert model.lean(tokens(1, 1), cache) is None
+    assert model_of(module, config, lean=True).lean is not None
 
 
 @needs_numba
