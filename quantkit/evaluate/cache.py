@@ -1,0 +1,80 @@
+"""What a quantized KV cache costs beside a 16-bit one over the same weights, apart from perplexity and divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import RequestError
+from quantkit.evaluate.greedy import check_greedy, measure_greedy
+from quantkit.evaluate.perplexity import Progress
+from quantkit.evaluate.planted import PlantedText, measure_planted, plant
+from quantkit.evaluate.windows import Windows
+from quantkit.runtime.model import Model
+
+if TYPE_CHECKING:
+    from quantkit.evaluate.report import Prepared
+    from quantkit.evaluate.streamed import StreamedModel
+
+
+def with_exact_cache(model: Model) -> Model:
+    """The same weights with a 16-bit cache."""
+    return Model(
+        model.module,
+        model.config,
+        device=model.device,
+        dtype=model.dtype,
+        read_tokenizer=lambda: model.tokenizer,
+        end_tokens=model.end_tokens,
+    )
+
+
+def cache_facts(model: Model | StreamedModel) -> dict[str, Any]:
+    """``kv_bits``, ``kv_scales`` and ``kv_bits_per_number`` of an ``Evaluation``."""
+    if not isinstance(model, Model):  # a streamed one has no cache
+        return {"kv_bits": 16, "kv_scales": None, "kv_bits_per_number": 8.0 * model.dtype.itemsize}
+    schemes = [*model.kv.layers.values()] or [model.kv.scheme]
+    kinds = sorted({scheme.scales for scheme in schemes if scheme.quantized})
+    return {
+        "kv_bits": model.kv_bits,
+        "kv_scales": " and ".join(kinds) or None,
+        "kv_bits_per_number": model.kv_stored_bits,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CacheProbes:
+    """Planted facts and greedy text, where they are asked for. Wrong requests are refused before weights are read."""
+
+    windows: Windows
+    texts: Sequence[PlantedText] | None
+    greedy: int | None
+
+    @classmethod
+    def of(cls, prepared: Prepared, planted_fact: bool, greedy: int | None, quantized: bool) -> CacheProbes:
+        """Raises RequestError for a probe of a cache that is not quantized, and what ``plant`` and ``check_greedy`` raise."""
+        asked = [name for name, yes in (("--planted-fact", planted_fact), ("--greedy", greedy is not None)) if yes]
+        if asked and not quantized:
+            raise RequestError(
+                f"{asked[0]} compares a quantized KV cache with a 16-bit one, and this one has 16 bits. Add --kv-bits 8, 4, 3, 2 or k4v2."
+            )
+        windows = prepared.windows
+        if greedy is not None:
+            check_greedy(greedy, windows.seq_len)
+        texts = None
+        if planted_fact:
+            texts = plant(prepared.tokenizer, prepared.text_ids, seq_len=windows.seq_len, bos_id=prepared.bos_id)
+        return cls(windows, texts, greedy)
+
+    def run(self, model: Model | StreamedModel, progress: Progress | None) -> dict[str, Any]:
+        """``planted_fact`` and ``greedy`` of an ``Evaluation``."""
+        found: dict[str, Any] = {"planted_fact": None, "greedy": None}
+        if not isinstance(model, Model) or (self.texts is None and self.greedy is None):
+            return found  # a streamed model has a 16-bit cache, and was refused
+        exact = with_exact_cache(model)
+        if self.texts is not None:
+            found["planted_fact"] = measure_planted(exact, model, self.texts, progress)
+        if self.greedy is not None:
+            found["greedy"] = measure_greedy(exact, model, self.windows, self.greedy, progress)
+        return found
