@@ -110,20 +110,25 @@ def environment(peer: str, install: list[str], work: Path) -> Path:
 
 def quantize(python: Path, script: str, args: argparse.Namespace, partial: Path) -> dict[str, Any]:
     """Run the peer's script; what it reported."""
-    # PYTHONPATH would let the peer import this process's packages
-    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [
         str(python), str(HERE / script), str(Path(args.source).resolve()), "--out", str(partial.resolve()),
         "--tokens", str((partial / "tokens.safetensors").resolve()), "--method", args.method, "--bits", str(args.bits),
         "--group-size", str(args.group_size), "--sym" if args.sym else "--no-sym",
         "--dtype", args.dtype, "--begun", str(time.time()),
     ]  # fmt: skip
+    return run_there(python, command, partial)
+
+
+def run_there(python: Path, command: list[str], partial: Path) -> dict[str, Any]:
+    """Run a command of a peer's environment that leaves ``facts.json`` in ``partial``; what it reported. Its token ids are removed."""
+    # PYTHONPATH would let the peer import this process's packages
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     path = f"{python.parent}{os.pathsep}{inherited.get('PATH', '')}"  # ninja and the like
     scratch = partial / "scratch"  # some write logs where they stand
     scratch.mkdir()
     done = subprocess.run(command, check=False, stdout=sys.stderr, env={**inherited, "PATH": path}, cwd=scratch)
     if done.returncode or not (partial / "facts.json").exists():
-        raise SystemExit(f"{args.peer} failed with exit code {done.returncode}; what it left is in {partial}")
+        raise SystemExit(f"{Path(command[1]).stem} failed with exit code {done.returncode}; what it left is in {partial}")
     facts: dict[str, Any] = json.loads((partial / "facts.json").read_text(encoding="utf-8"))
     shutil.rmtree(scratch)
     (partial / "facts.json").unlink()

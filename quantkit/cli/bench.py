@@ -24,7 +24,7 @@ from quantkit.cli.progress import bar
 @click.option("--threads", type=int, help="CPU threads.  [default: what torch takes]")
 @click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
-@click.option("--kv-bits", type=int, help="16, or what the checkpoint was calibrated for.  [default: the latter]")
+@click.option("--kv-bits", metavar="BITS", help="16, 8, 4, 3, 2, fp8 or k4v2.  [default: what the checkpoint says]")
 @click.option(
     "--kernel",
     metavar="NAME",

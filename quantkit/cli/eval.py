@@ -32,7 +32,31 @@ from quantkit.errors import RequestError
 )
 @click.option("--protocol", default="gptq", show_default=True, metavar="NAME", help="gptq or llama.cpp.")
 @click.option(
-    "--kv-bits", type=int, help="Run with a KV cache of 16, 8 or 4 bits.  [default: what the checkpoint says]"
+    "--kv-bits",
+    metavar="BITS",
+    help="Read the KV cache at 16, 8, 4, 3 or 2 bits, fp8, or keys and values apart: k4v2.  [default: what the checkpoint says]",
+)
+@click.option(
+    "--kv-scales",
+    type=click.Choice(["online", "static"]),
+    help="Scales of the cache: online for any model, static as convert calibrated them.  [default: what the checkpoint says, else online]",
+)
+@click.option(
+    "--by-position",
+    "bands",
+    is_flag=True,
+    help="Also show the figures by position in the window (--json has them always).",
+)
+@click.option(
+    "--planted-fact",
+    is_flag=True,
+    help="Also ask for facts planted in long texts, with the quantized cache and with a 16-bit one.",
+)
+@click.option(
+    "--greedy",
+    type=int,
+    metavar="TOKENS",
+    help="Also write TOKENS tokens after the beginnings of up to 8 windows, with either cache, and tell how many are equal.",
 )
 @click.option(
     "--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.  [default: float32; with --runtime: the runtime's]"
@@ -46,15 +70,22 @@ from quantkit.errors import RequestError
 @click.option("--device", default="auto", show_default=True, metavar="DEVICE", help="auto, cpu or cuda.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--html", hidden=True)
-def command(model: str, as_json: bool, html: str | None, **given: Any) -> None:
+def command(model: str, as_json: bool, bands: bool, html: str | None, **given: Any) -> None:
     """Measure MODEL on a text: perplexity with its standard error and, with --baseline, what quantization cost.
+
+    A quantized KV cache (--kv-bits) is really read: tokens go through in chunks of 64, each attending to the packed pages before it. --baseline
+    always has a 16-bit cache; to see what the cache alone costs, name MODEL itself.
 
     MODEL is a folder that `quantkit convert` wrote, any model it reads, or a bitsandbytes checkpoint.
     """
     if html is not None:
         raise RequestError("--html has not landed yet. Use --json and make the page from it.")
+    if bands and as_json:
+        raise RequestError("--by-position has no effect on --json, which always holds by_position. Leave it out.")
     from quantkit.evaluate.report import evaluate
 
     with bar() as progress:
         evaluation = evaluate(model, progress=progress, **given)
-    print_json(evaluation.to_json()) if as_json else click.echo(evaluation.table(color=sys.stdout.isatty()))
+    print_json(evaluation.to_json()) if as_json else click.echo(
+        evaluation.table(color=sys.stdout.isatty(), bands=bands)
+    )

@@ -136,7 +136,7 @@ class Evaluation:
         ]
 
     def _bands(self) -> list[tuple[str, str]]:
-        rows = []
+        rows: list[tuple[str, str]] = []
         for band in self.by_position:
             text = f"{f'{band.start} - {band.stop}':<13} perplexity {band.perplexity:.4f}"
             if band.kl_mean is not None:
@@ -149,7 +149,7 @@ class Evaluation:
 
     def _cache_rows(self) -> list[tuple[str, str]]:
         """What the quantized cache changes beside the 16-bit one, with the same weights."""
-        rows = []
+        rows: list[tuple[str, str]] = []
         if self.planted_fact is not None:
             p = self.planted_fact
             rows += [

@@ -282,9 +282,9 @@ def _report(
     started: float,
 ) -> Evaluation:
     from quantkit.core.host import peak_rss
+    from quantkit.evaluate.cache import cache_facts
     from quantkit.evaluate.environment import hardware, versions
     from quantkit.evaluate.sizes import measure_sizes
-    from quantkit.evaluate.cache import cache_facts
     from quantkit.evaluate.streamed import StreamedModel
 
     windows = prepared.windows

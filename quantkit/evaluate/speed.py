@@ -65,8 +65,8 @@ class Speed:
     model: str
     device: str
     dtype: str
-    kv_bits: int
-    kv_stored_bits: int
+    kv_bits: int | str
+    kv_stored_bits: float
     kernel: str
     head_bits: int | None
     keep_dense: bool
@@ -108,7 +108,7 @@ class Speed:
         read = "" if not band.read else f"read {band.read / 1e9:.1f}, "
         return [
             f"memory      codes {held.codes / 1e6:.1f} MB, scales {held.scales / 1e6:.1f} MB, dense {held.dense / 1e6:.1f} MB, "
-            f"KV cache {held.kv_per_token / 1e3:.1f} kB a token ({self.kv_stored_bits} bit)",
+            f"KV cache {held.kv_per_token / 1e3:.1f} kB a token ({self.kv_stored_bits:.4g} bit)",
             f"bandwidth   {read}copy {band.copy / 1e9:.1f} GB/s, {self.threads} thread{'s' * (self.threads > 1)}{load}",
             f"measured    {self.model} on {self.device}, {self.dtype}, kernel {self.kernel} ({layouts}), decoding {self.decoding}, loaded in {self.load_seconds:.1f} s",
             *self._hints(),
@@ -156,7 +156,7 @@ def bench(
     threads: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
-    kv_bits: int | None = None,
+    kv_bits: int | str | None = None,
     kernel: str | None = None,
     head_bits: int | None = None,
     keep_dense: bool = False,
