@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import tomllib
@@ -32,6 +32,10 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluate.divergence import Baseline
 from quantkit.evaluate.report import evaluate, prepare, prepare_baseline
 
+if TYPE_CHECKING:
+    from foreign_cache import ForeignCache
+
+PROBES = ("planted_fact", "greedy")  # of a quantized cache beside the 16-bit one
 SIZES = ("bits_per_weight", "model_bits_per_weight", "checkpoint_bytes")
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -65,6 +69,7 @@ class Runner:
         self.evaluation, self.work, self.results = suite["evaluation"], work, results
         self.rows = {row["id"]: row for row in suite["row"]}
         self._baseline: tuple[str, Baseline] | None = None
+        self._foreign: tuple[str, ForeignCache] | None = None
 
     def result(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """The stored result, None if there is none for the row as it stands now."""
@@ -78,18 +83,10 @@ class Runner:
         """Quantize, evaluate, write the JSON."""
         print(f"\n{row['id']}", flush=True)
         twin = self.twin(row["model"])
-        model, made, command = self.quantize(row, twin)
-        is_original = model == twin
         try:
-            baseline = None if is_original else self.baseline(row["model"], twin)
-            options = {**self.evaluation, **row.get("evaluate", {})}
-            evaluation = evaluate(str(model), baseline=baseline, progress=show, **options)
+            figures, made, command = self.run_cache(row, twin) if "cache" in row else self.run_model(row, twin)
         except QuantkitError as error:
             raise SystemExit(f"{row['id']}: {error}") from error
-        figures = evaluation.to_json()
-        figures["model"], figures["baseline"] = row["id"], None if is_original else f"{row['model']}-original"
-        if made is not None and made.get("dequantized"):  # what lies in the folder is float; the peer's own file is not
-            figures |= {size: made[size] for size in SIZES}
         data = {
             "id": row["id"], "row": definition(row), "protocol": self.evaluation, "command": command,
             "date": time.strftime("%Y-%m-%d"), "quantization": made, "evaluation": figures,
@@ -98,7 +95,45 @@ class Runner:
         partial = self.results / f".{row['id']}.partial"
         partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         partial.rename(self.results / f"{row['id']}.json")
-        print(evaluation.table(), flush=True)
+
+    def run_model(self, row: dict[str, Any], twin: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str | None]:
+        """Figures of the row's model, what its maker reported, and the command that made it."""
+        model, made, command = self.quantize(row, twin)
+        options = {**self.evaluation, **row.get("evaluate", {})}
+        # the original is its own baseline where its cache is quantized
+        alone = model == twin and str(options.get("kv_bits", 16)) == "16"
+        if alone:
+            options = {name: value for name, value in options.items() if name not in PROBES}
+        baseline: Baseline | str | None = None if alone else self.baseline(row["model"], twin)
+        if row.get("against") == "itself":  # with a 16-bit cache
+            baseline = str(model)
+        evaluation = evaluate(str(model), baseline=baseline, progress=show, **options)
+        figures = evaluation.to_json()
+        figures["model"], figures["baseline"] = row["id"], None if alone else f"{row['model']}-original"
+        if row.get("against") == "itself":
+            figures["baseline"] = row["id"]
+        if made is not None and made.get("dequantized"):  # what lies in the folder is float; the peer's own file is not
+            figures |= {size: made[size] for size in SIZES}
+        print(evaluation.table(bands=True), flush=True)
+        return figures, made, command
+
+    def run_cache(self, row: dict[str, Any], twin: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str | None]:
+        """The same for a peer's cache over the original's weights."""
+        from foreign_cache import ForeignCache  # beside this file
+
+        if self._foreign is None or self._foreign[0] != row["model"]:
+            self._foreign = None
+            self._foreign = (row["model"], ForeignCache(str(twin), self.evaluation, self.baseline(row["model"], twin)))
+        foreign = self._foreign[1]
+        out = self.work / "caches" / row["id"]
+        shutil.rmtree(out, ignore_errors=True)
+        command = [*row["cache"], "TWIN", "--out", "OUT", *foreign.options(row.get("evaluate", {})), "--work", "WORK"]
+        real = {"TWIN": str(twin), "OUT": str(out), "WORK": str(self.work)}
+        begun = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_at_start": os.getloadavg()[0]}
+        made = {**json.loads(execute([sys.executable, *(real.get(word, word) for word in command)])), **begun}
+        figures = foreign.figures(out, made)
+        shutil.rmtree(out)  # hidden states: hundreds of megabytes
+        return figures | {"model": row["id"], "baseline": f"{row['model']}-original"}, made, shlex.join(["python", *command])
 
     def twin(self, model: str) -> Path:
         """The twin's folder, built if it is missing."""
@@ -142,7 +177,8 @@ class Runner:
         """Hidden states of the original, made once for all rows of a model."""
         if self._baseline is None or self._baseline[0] != model:
             self._baseline = None
-            self._baseline = (model, prepare_baseline(str(twin), prepare(str(twin), **self.evaluation), progress=show))
+            cut = {name: value for name, value in self.evaluation.items() if name not in PROBES}
+            self._baseline = (model, prepare_baseline(str(twin), prepare(str(twin), **cut), progress=show))
         return self._baseline[1]
 
     def judge(self, row: dict[str, Any]) -> list[str]:
