@@ -133,7 +133,11 @@ class Runner:
         made = {**json.loads(execute([sys.executable, *(real.get(word, word) for word in command)])), **begun}
         figures = foreign.figures(out, made)
         shutil.rmtree(out)  # hidden states: hundreds of megabytes
-        return figures | {"model": row["id"], "baseline": f"{row['model']}-original"}, made, shlex.join(["python", *command])
+        return (
+            figures | {"model": row["id"], "baseline": f"{row['model']}-original"},
+            made,
+            shlex.join(["python", *command]),
+        )
 
     def twin(self, model: str) -> Path:
         """The twin's folder, built if it is missing."""

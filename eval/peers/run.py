@@ -128,7 +128,9 @@ def run_there(python: Path, command: list[str], partial: Path) -> dict[str, Any]
     scratch.mkdir()
     done = subprocess.run(command, check=False, stdout=sys.stderr, env={**inherited, "PATH": path}, cwd=scratch)
     if done.returncode or not (partial / "facts.json").exists():
-        raise SystemExit(f"{Path(command[1]).stem} failed with exit code {done.returncode}; what it left is in {partial}")
+        raise SystemExit(
+            f"{Path(command[1]).stem} failed with exit code {done.returncode}; what it left is in {partial}"
+        )
     facts: dict[str, Any] = json.loads((partial / "facts.json").read_text(encoding="utf-8"))
     shutil.rmtree(scratch)
     (partial / "facts.json").unlink()

@@ -32,9 +32,7 @@ def main() -> None:
     args = parse()
     if args.out.exists():
         raise SystemExit(f"{args.out} exists already")
-    prepared = prepare(
-        args.source, data=args.data, protocol=args.protocol, seq_len=args.seq_len, tokens=args.tokens
-    )
+    prepared = prepare(args.source, data=args.data, protocol=args.protocol, seq_len=args.seq_len, tokens=args.tokens)
     peer = tomllib.loads((HERE / "environments.toml").read_text(encoding="utf-8"))[PEER]
     python = environment(PEER, peer["install"], args.work)
     partial = args.out.with_name(f".{args.out.name}.partial")
@@ -70,7 +68,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--bits", type=int, required=True)
     parser.add_argument(
-        "--keys", choices=["channel", "token"], default="channel", help="what shares a scale: a channel's tokens, or a token's channels"
+        "--keys",
+        choices=["channel", "token"],
+        default="channel",
+        help="what shares a scale: a channel's tokens, or a token's channels",
     )
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--residual", type=int, required=True)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ROW = {"id": "a-rtn", "model": "a", "label": "x", "convert": ["--bits", "4"], "expect": {"perplexity": [1.0, 2.0]}}
 PROTOCOL = {"data": "wikipedia-sample", "protocol": "gptq", "seq_len": 16, "tokens": 64}
 SUITE = {"evaluation": PROTOCOL, "row": [ROW]}
-KEYS = {"id", "model", "label", "convert", "peer", "of", "evaluate", "expect"}
+KEYS = {"id", "model", "label", "convert", "peer", "of", "evaluate", "expect", "cache", "against"}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,11 @@ def test_every_row_of_the_suites_is_well_formed(suite):
         for row in rows:
             assert {"id", "model", "label"} <= set(row) <= KEYS
             assert row["id"].startswith(row["model"])
-            assert len(set(row) & {"convert", "peer", "of"}) <= 1
+            assert len(set(row) & {"convert", "peer", "of", "cache"}) <= 1
             assert "of" not in row or row["of"] in {other["id"] for other in rows if other["model"] == row["model"]}
+            for word in ("peer", "cache"):
+                assert word not in row or (ROOT / row[word][0]).exists()
+            assert row.get("against", "itself") == "itself"
             if "peer" in row:
                 assert (ROOT / row["peer"][0]).exists()
 
@@ -92,7 +95,7 @@ def test_a_dequantized_peers_sizes_are_those_of_its_own_file(suite, tmp_path, mo
         def to_json(self):
             return {"bits_per_weight": None, "model_bits_per_weight": 32.0, "checkpoint_bytes": 9, "perplexity": 1.5}
 
-        def table(self):
+        def table(self, bands):
             return ""
 
     monkeypatch.setattr(suite, "evaluate", lambda *args, **options: Found())
