@@ -34,7 +34,7 @@ def cache_facts(model: Model | StreamedModel) -> dict[str, Any]:
     """``kv_bits``, ``kv_scales`` and ``kv_bits_per_number`` of an ``Evaluation``."""
     if not isinstance(model, Model):  # a streamed one has no cache
         return {"kv_bits": 16, "kv_scales": None, "kv_bits_per_number": 8.0 * model.dtype.itemsize}
-    schemes = [*model.kv.layers.values()] or [model.kv.scheme]
+    schemes = [*model.kv_plan.layers.values()] or [model.kv_plan.scheme]
     kinds = sorted({scheme.scales for scheme in schemes if scheme.quantized})
     return {
         "kv_bits": model.kv_bits,
