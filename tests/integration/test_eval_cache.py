@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,28 +110,40 @@ def test_what_the_cache_alone_costs_a_quantized_model_is_measured_against_itself
         evaluate(tmp_path / "out", baseline=tmp_path / "out", kv_bits=16, **options)
 
 
-def test_bands_facts_and_greedy_text_are_in_the_json_and_in_the_table(
-    roomy: Path, text: Path, quantkit: Callable[..., Any]
-) -> None:
-    asked = ("eval", roomy, "--baseline", roomy, "--kv-bits", "k4v2", "--data", text, "--seq-len", 1200, "--tokens", 1200,
-             "--planted-fact", "--greedy", 9)  # fmt: skip
-    done = quantkit(*asked, "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [(band["start"], band["stop"]) for band in found["by_position"]] == [(0, 256), (256, 1024), (1024, 1199)]
+def test_bands_facts_and_greedy_text_are_in_the_json_and_in_the_table(roomy: Path, text: Path) -> None:
+    done = evaluate(
+        roomy, baseline=roomy, kv_bits="k4v2", data=str(text), seq_len=1100, tokens=1100, planted_fact=True, greedy=9
+    )
+    found = json.loads(json.dumps(done.to_json()))
+    assert [(band["start"], band["stop"]) for band in found["by_position"]] == [(0, 256), (256, 1024), (1024, 1099)]
     near, *far = (band["kl_mean"] for band in found["by_position"])
     assert all(one > near for one in far), "damage begins when pages leave the newest tokens"
     facts = found["planted_fact"]
-    assert (facts["facts"], facts["texts"], facts["context"], len(facts["by_depth"])) == (20, 4, 1200, 5)
+    assert (facts["facts"], facts["texts"], facts["context"], len(facts["by_depth"])) == (20, 4, 1100, 5)
     assert facts["difference"] == pytest.approx(facts["log_prob"] - facts["log_prob_16_bit"])
     assert facts["difference"] != 0
     assert facts["difference_stderr"] > 0
-    assert (found["greedy"]["prompts"], found["greedy"]["prompt_tokens"], found["greedy"]["tokens"]) == (1, 1191, 9)
+    assert (found["greedy"]["prompts"], found["greedy"]["prompt_tokens"], found["greedy"]["tokens"]) == (1, 1091, 9)
     assert 0 <= found["greedy"]["first_difference"][0] <= 9
-    shown = quantkit(*asked, "--by-position")
-    assert shown.returncode == 0, shown.stderr
-    for part in ("by position", "1024 - 1199", "planted facts", "greedy text", "KV cache", "k4v2, online scales"):
-        assert part in shown.stdout
+    shown = done.table(bands=True)
+    for part in ("by position", "1024 - 1099", "planted facts", "greedy text", "k4v2, online scales: 4.250 bits"):
+        assert part in shown
+    assert "by position" not in done.table()
+
+
+def test_the_command_line_hands_on_what_it_is_told(tiny_original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    def pretend(model: str, **given: Any) -> Any:
+        told.update(given)
+        return SimpleNamespace(to_json=dict, table=lambda **how: told.update(how) or "the table")
+
+    monkeypatch.setattr("quantkit.evaluate.report.evaluate", pretend)
+    options = ["--kv_bits", "k4v2", "--kv-scales", "online", "--planted-fact", "--greedy", "9", "--by-position"]
+    done = CliRunner().invoke(command, [str(tiny_original), *options], catch_exceptions=False)
+    assert done.output == "the table\n"
+    expected = {"kv_bits": "k4v2", "kv_scales": "online", "planted_fact": True, "greedy": 9, "bands": True}
+    assert {name: told[name] for name in expected} == expected
 
 
 def test_greedy_texts_part_where_the_first_token_differs(
