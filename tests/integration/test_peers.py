@@ -20,7 +20,11 @@ PEERS = Path(__file__).resolve().parents[2] / "eval" / "peers"
 
 
 def module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"peers_{name}", PEERS / f"{name}.py")
+    return module_at(PEERS / f"{name}.py")
+
+
+def module_at(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"peers_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
@@ -39,7 +43,7 @@ def run() -> Any:
 
 def test_every_environment_pins_torch_and_names_a_script(run: Any) -> None:
     peers = run.tomllib.loads((PEERS / "environments.toml").read_text(encoding="utf-8"))
-    assert set(peers) == {"gptqmodel", "llm-compressor", "auto-round", "hqq", "torchao"}
+    assert set(peers) == {"gptqmodel", "llm-compressor", "auto-round", "hqq", "torchao", "kv-cache"}
     for peer in peers.values():
         assert peer["install"][0].startswith("torch==")
         assert all("==" in requirement for requirement in peer["install"])
@@ -52,7 +56,12 @@ def test_rows_of_the_suite_ask_for_methods_that_their_peer_has(run: Any) -> None
     asked = [row["peer"] for row in suite["row"] if "peer" in row]
     for words in asked:
         assert words[words.index("--method") + 1] in peers[words[1]]["methods"]
-    assert {words[1] for words in asked} == set(peers)
+    assert {words[1] for words in asked} == set(peers) - {"kv-cache"}
+    for name in ("kv", "kv-2k", "kv-planted"):
+        suite = run.tomllib.loads((PEERS.parent / "suites" / f"{name}.toml").read_text(encoding="utf-8"))
+        caches = [row["cache"] for row in suite["row"] if "cache" in row]
+        assert caches
+        assert {words[1] for words in caches} <= set(peers["kv-cache"]["methods"])
 
 
 def test_the_tokens_are_those_that_convert_calibrates_on(
@@ -145,3 +154,37 @@ def test_packed_bytes_count_a_modules_tensors_but_its_bias(tmp_path: Path) -> No
     save_file(tensors, tmp_path / "model.safetensors")
     assert module("worker").packed_bytes(tmp_path, ["a"]) == 48
     assert module("worker").file_bytes(tmp_path) == (tmp_path / "model.safetensors").stat().st_size
+
+
+def test_a_peers_cache_is_judged_as_quantkits_own(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
+    """Hidden states of quantkit's own 4-bit cache, handed over as a peer's: the figures of ``evaluate``."""
+    import quantkit
+    from quantkit.evaluate.report import prepare, prepare_baseline
+
+    protocol: dict[str, Any] = {"data": str(calibration_text), "protocol": "gptq", "seq_len": 256, "tokens": 512}
+    prepared = prepare(tiny_original, **protocol)
+    foreign = module_at(PEERS.parent / "foreign_cache.py").ForeignCache(
+        str(tiny_original), protocol, prepare_baseline(tiny_original, prepared)
+    )
+    assert foreign.options({}) == [
+        "--data", str(calibration_text), "--protocol", "gptq", "--seq-len", "256", "--tokens", "512",
+    ]  # fmt: skip
+    model = quantkit.load(tiny_original, dtype="float32", kv_bits=4)
+    hidden = torch.cat([model.hidden(ids[None]) for ids in prepared.windows.ids])
+    save_file({"hidden": hidden}, tmp_path / "hidden.safetensors")
+    told = {"bits": 4, "kv_bits_per_number": 5.25, "ids_sha256": prepared.windows.digest()}
+    found = foreign.figures(tmp_path, told)
+    own = evaluate(tiny_original, baseline=tiny_original, kv_bits=4, **protocol).to_json()
+    same = (
+        "perplexity",
+        "stderr",
+        "baseline_perplexity",
+        "kl_mean",
+        "kl_p99",
+        "delta_ln_ppl",
+        "by_position",
+        "kv_bits_per_number",
+    )
+    assert {name: found[name] for name in same} == {name: own[name] for name in same}
+    with pytest.raises(SystemExit, match="other tokens"):
+        foreign.figures(tmp_path, told | {"ids_sha256": "another"})
