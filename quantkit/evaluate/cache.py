@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan
 from quantkit.errors import RequestError
 from quantkit.evaluate.greedy import check_greedy, measure_greedy
 from quantkit.evaluate.perplexity import Progress
@@ -28,6 +29,13 @@ def with_exact_cache(model: Model) -> Model:
         read_tokenizer=lambda: model.tokenizer,
         end_tokens=model.end_tokens,
     )
+
+
+def packs_a_page(plan: KVPlan, seq_len: int) -> bool:
+    """Whether any token of a window fed in chunks attends to a packed page."""
+    schemes = [*plan.layers.values()] or [plan.scheme]
+    before = (seq_len - 1) // PAGE_TOKENS * PAGE_TOKENS  # the last chunk
+    return any(scheme.quantized and before + 1 - scheme.recent >= PAGE_TOKENS for scheme in schemes)
 
 
 def cache_facts(model: Model | StreamedModel) -> dict[str, Any]:

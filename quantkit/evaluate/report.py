@@ -17,7 +17,7 @@ from quantkit.evaluate.windows import Windows, make_windows
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Source
     from quantkit.checkpoint.texts import Text
-    from quantkit.core.kvscheme import Scales
+    from quantkit.core.kvscheme import KVPlan, Scales
     from quantkit.evaluate.divergence import Baseline
     from quantkit.evaluate.streamed import StreamedModel
     from quantkit.runtime.load import Model
@@ -121,13 +121,21 @@ class _How:
     device: str
     stream: bool | None
 
-    def quantizes_cache(self, prepared: Prepared) -> bool:
-        """Whether attention will read a quantized cache. Raises RequestError for bits or scales that are none."""
+    def cache(self, prepared: Prepared) -> KVPlan:
+        """What attention will read. Raises RequestError for bits or scales that are none, and for bits asked for in windows too short for a
+        page to be packed."""
+        from quantkit.evaluate.cache import packs_a_page
         from quantkit.formats.kv_scales import read_kv_plan
         from quantkit.runtime.load import kv_plan
 
-        path = prepared.source.path
-        return kv_plan(read_kv_plan(path) if path.is_dir() else None, self.kv_bits, self.kv_scales).quantized
+        path, seq_len = prepared.source.path, prepared.windows.seq_len
+        plan = kv_plan(read_kv_plan(path) if path.is_dir() else None, self.kv_bits, self.kv_scales)
+        if self.kv_bits is not None and plan.quantized and not packs_a_page(plan, seq_len):
+            raise RequestError(
+                f"--kv-bits {self.kv_bits} has no effect on windows of {seq_len} tokens: the newest tokens stay at 16 bits. Raise --seq-len "
+                "to 1024 or more."
+            )
+        return plan
 
 
 def evaluate(
@@ -167,7 +175,7 @@ def evaluate(
     started = time.perf_counter()
     how = _How(dtype, kv_bits, kv_scales, runtime, device, stream)
     prepared = prepare(model, data=data, seq_len=seq_len, tokens=tokens, protocol=protocol)
-    quantized = how.quantizes_cache(prepared)
+    quantized = how.cache(prepared).quantized
     probes = CacheProbes.of(prepared, planted_fact, greedy, quantized)
     streams = _streams(prepared, how, quantized)
     original = _baseline(baseline, prepared, how, quantized, progress)

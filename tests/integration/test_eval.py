@@ -112,7 +112,7 @@ def test_sizes_count_scales_and_zeros_and_tied_weights_once(quantized: Path, tex
 
 def test_the_cache_under_test_is_in_the_loop(tiny_original: Path, quantized: Path, text: Path) -> None:
     full, stored = (
-        evaluate(quantized, baseline=tiny_original, data=str(text), seq_len=64, kv_bits=bits) for bits in (16, None)
+        evaluate(quantized, baseline=tiny_original, data=str(text), seq_len=256, kv_bits=bits) for bits in (16, None)
     )
     assert (full.kv_bits, stored.kv_bits) == (16, 4)
     assert full.kl_mean != stored.kl_mean
@@ -145,7 +145,7 @@ def test_a_baseline_with_another_tokenizer_is_refused(tiny_model: Path, quantize
 
 def test_a_quantized_baseline_is_refused(quantized: Path, text: Path) -> None:
     with pytest.raises(RequestError, match="is quantized itself"):
-        evaluate(quantized, baseline=quantized, data=str(text), seq_len=64)
+        evaluate(quantized, baseline=quantized, data=str(text), seq_len=64, kv_bits=16)
 
 
 def test_a_text_that_is_too_short_and_a_window_that_is_too_long(

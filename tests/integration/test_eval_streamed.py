@@ -131,7 +131,7 @@ def test_a_model_that_does_not_fit_is_streamed_unasked(
 def test_what_streaming_cannot_measure_is_refused_with_the_remedy(
     tiny_original: Path, quantized: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RequestError, match=r"--stream does not pass through a KV cache of 4 bits.*--kv-bits 16"):
+    with pytest.raises(RequestError, match=r"--stream does not pass through a quantized KV cache.*--kv-bits 16"):
         evaluate(quantized, data=str(text), seq_len=64, stream=True)
     with pytest.raises(RequestError, match="--runtime measures packed ones"):
         evaluate(quantized, data=str(text), seq_len=64, stream=True, runtime=True)
