@@ -1,13 +1,17 @@
-"""Make the README's tables from eval/results/*.json.
+"""Make the tables of README.md and docs/kv.md from eval/results/*.json.
 
-python eval/results_table.py            rewrite the tables between their markers in README.md
-python eval/results_table.py --check    exit code 1 if a table of the README is not what the results say
+python eval/results_table.py            rewrite the tables between their markers
+python eval/results_table.py --check    exit code 1 if a table is not what the results say
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +94,94 @@ def render_peers(results: Results) -> str:
     return "".join(f"| {line} |\n" for line in lines)
 
 
+KV_HEAD = ["model", "cache", "bits / number", "perplexity", "change", "KL (nats)", "same top token"]
+
+
+def kv_order(results: Results) -> list[tuple[str, list[tuple[dict[str, Any], dict[str, Any]]]]]:
+    """(model, its rows by KL without the original) of results that compare caches."""
+    models = list(dict.fromkeys(row["model"] for row, _ in results))
+    compared = [(row, result["evaluation"]) for row, result in results if result["evaluation"]["kl_mean"] is not None]
+    return [
+        (model, sorted([one for one in compared if one[0]["model"] == model], key=lambda one: one[1]["kl_mean"]))
+        for model in models
+    ]
+
+
+def render_caches(results: Results) -> str:
+    """Caches beside each other: what each costs against the 16-bit cache of the same weights. Change: of perplexity."""
+    lines = []
+    for _, rows in kv_order(results):
+        for row, got in rows:
+            change = math.expm1(got["delta_ln_ppl"])
+            lines.append(
+                [
+                    row["model"], row["label"], f"{got['kv_bits_per_number']:.3f}", f"{got['perplexity']:.3f}", f"{100 * change:+.2f} %",
+                    f"{got['kl_mean']:.5f}", f"{100 * got['top1_agreement']:.1f} %",
+                ]
+            )  # fmt: skip
+    return markdown(KV_HEAD, lines)
+
+
+def render_positions(results: Results) -> str:
+    """KL by position in the window."""
+    bands = list(dict.fromkeys(
+        (band["start"], band["stop"]) for _, result in results for band in result["evaluation"]["by_position"]
+    ))  # fmt: skip
+    lines = [
+        [row["model"], row["label"], *(f"{band['kl_mean']:.5f}" for band in got["by_position"])]
+        for _, rows in kv_order(results)
+        for row, got in rows
+    ]
+    return markdown(["model", "cache", *(f"{start} - {stop}" for start, stop in bands)], lines)
+
+
+def render_planted(results: Results) -> str:
+    """Planted facts: log-probability of the answer with each cache minus that with the 16-bit one."""
+    lines = []
+    for _, rows in kv_order(results):
+        for row, got in rows:
+            facts = got["planted_fact"]
+            lines.append(
+                [
+                    row["model"], row["label"], f"{got['kv_bits_per_number']:.3f}", f"{got['kl_mean']:.5f}",
+                    f"{facts['difference']:+.3f} ± {facts['difference_stderr']:.3f}",
+                    f"{100 * facts['answered']:.0f} % of {100 * facts['answered_16_bit']:.0f} %",
+                ]
+            )  # fmt: skip
+    return markdown(["model", "cache", "bits / number", "KL (nats)", "ln p(answer)", "answered"], lines)
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table; the first two columns are words."""
+    every = [head, ["---", "---", *["--:"] * (len(head) - 2)], *lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in every)
+
+
+def kv_tables() -> dict[str, str]:
+    """Every table of docs/kv.md by the name in its markers."""
+    memory = beside("kv_memory")
+    at_4k = load_results("kv")
+    return {
+        "kv-4k": render_caches(at_4k),
+        "kv-positions": render_positions(at_4k),
+        "kv-2k": render_caches(load_results("kv-2k")),
+        "kv-planted": render_planted(load_results("kv-planted")),
+        "kv-token": memory.token_table(),
+        "kv-batch": memory.batch_table(),
+    }
+
+
+def beside(name: str) -> Any:
+    """A script of this folder as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
 def tables() -> dict[str, str]:
     """Every table of the README by the name in its markers."""
     peers = [*load_results("peers-quick"), *load_results("peers")]
@@ -106,25 +198,29 @@ def split(readme: str, name: str) -> tuple[str, str, str]:
     """Text before a table, the table, and text after it, the markers with the text around."""
     start, end = f"<!-- {name}: made by eval/results_table.py -->\n", f"<!-- end of {name} -->"
     if start not in readme or end not in readme:
-        raise ValueError(f"README.md lacks the markers {start!r} and {end!r}")
+        raise ValueError(f"the page lacks the markers {start!r} and {end!r}")
     before, rest = readme.split(start, 1)
     table, after = rest.split(end, 1)
     return before + start, table, end + after
+
+
+PAGES: dict[str, Callable[[], dict[str, str]]] = {"README.md": tables, "docs/kv.md": kv_tables}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    path = ROOT / "README.md"
-    readme = path.read_text(encoding="utf-8")
-    for name, table in tables().items():
-        if args.check and block_of(readme, name) != table:
-            raise SystemExit(f"README.md, {name}: run `python eval/results_table.py`")
-        before, _, after = split(readme, name)
-        readme = before + table + after
-    if not args.check:
-        path.write_text(readme, encoding="utf-8")
+    for page, made in PAGES.items():
+        path = ROOT / page
+        text = path.read_text(encoding="utf-8")
+        for name, table in made().items():
+            if args.check and block_of(text, name) != table:
+                raise SystemExit(f"{page}, {name}: run `python eval/results_table.py`")
+            before, _, after = split(text, name)
+            text = before + table + after
+        if not args.check:
+            path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

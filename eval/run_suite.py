@@ -43,14 +43,16 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("suite", nargs="?", type=Path, default=ROOT / "eval" / "suites" / "main.toml")
-    parser.add_argument("--only", default="*", help="rows whose id matches this pattern")
+    parser.add_argument(
+        "--only", default="*", help="rows whose id matches one of these patterns, separated by commas, in their order"
+    )
     parser.add_argument("--again", action="store_true", help="run rows that have a result, too")
     parser.add_argument("--list", action="store_true", help="show the state of every row and stop")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "eval")
     parser.add_argument("--results", type=Path, default=ROOT / "eval" / "results")
     args = parser.parse_args()
     suite = tomllib.loads(args.suite.read_text(encoding="utf-8"))
-    rows = [row for row in suite["row"] if fnmatch.fnmatch(row["id"], args.only)]
+    rows = chosen(suite["row"], args.only)
     if not rows:
         raise SystemExit(f"no row of {args.suite} matches {args.only!r}")
     runner = Runner(suite, args.work, args.results)
@@ -60,6 +62,12 @@ def main() -> None:
                 runner.run(row)
     wrong = [line for row in rows for line in runner.judge(row)]
     raise SystemExit(1 if any("OUT OF RANGE" in line for line in wrong) else 0)
+
+
+def chosen(rows: list[dict[str, Any]], patterns: str) -> list[dict[str, Any]]:
+    """Rows whose id matches, those of the first pattern first, each once."""
+    found = [row for pattern in patterns.split(",") for row in rows if fnmatch.fnmatch(row["id"], pattern)]
+    return [row for i, row in enumerate(found) if row not in found[:i]]
 
 
 class Runner:

@@ -57,6 +57,12 @@ def test_the_readmes_tables_are_what_the_results_say(readme):
         assert module.block_of(readme, name) == table, f"{name}: run `python eval/results_table.py`"
 
 
+def test_the_tables_of_the_page_on_caches_are_what_the_results_say():
+    module, page = results_table(), (ROOT / "docs" / "kv.md").read_text(encoding="utf-8")
+    for name, table in module.kv_tables().items():
+        assert module.block_of(page, name) == table, f"{name}: run `python eval/results_table.py`"
+
+
 @pytest.mark.parametrize("name", ["results", "peers"])
 def test_every_number_of_a_table_rounds_a_figure_in_the_results(readme, name):
     rows = [line for line in results_table().block_of(readme, name).splitlines() if line.startswith("|")][2:]

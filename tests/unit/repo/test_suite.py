@@ -44,6 +44,13 @@ def test_a_stored_row_is_not_run_again_and_a_changed_one_is(suite, tmp_path):
     )
 
 
+def test_rows_are_chosen_by_patterns_in_their_order(suite):
+    rows = [{"id": name} for name in ("a-kv8", "a-kv4", "b-kv4", "b-kivi2")]
+    assert [row["id"] for row in suite.chosen(rows, "*kivi*,*kv4")] == ["b-kivi2", "a-kv4", "b-kv4"]
+    assert suite.chosen(rows, "a-kv4,a-*") == [rows[1], rows[0]]
+    assert suite.chosen(rows, "c-*") == []
+
+
 def test_a_figure_outside_its_range_is_told(suite, tmp_path):
     runner = suite.Runner(SUITE, tmp_path / "work", tmp_path)
     store(tmp_path, ROW, suite)
