@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import quantkit
 from quantkit.cli.eval import command
-from quantkit.errors import RequestError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.evaluate import greedy
 from quantkit.evaluate.perplexity import token_losses
 from quantkit.evaluate.report import evaluate, prepare
@@ -74,7 +74,7 @@ def test_a_poisoned_page_moves_the_loss_of_every_later_token_and_of_none_before(
     tiny_original: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes of a packed page of one layer are flipped after 128 tokens: attention must have read them for anything to change."""
-    model = quantkit.load(tiny_original, dtype="float32", kv_bits=4)
+    model = quantkit.load(tiny_original, dtype="float32", dequantize=True, kv_bits=4)
     windows = prepare(tiny_original, data=str(text), seq_len=SEQ_LEN, tokens=SEQ_LEN).windows
     clean = token_losses(model, windows)[0]
     trim, poisoned = PagedLayer.trim, []
@@ -108,6 +108,28 @@ def test_what_the_cache_alone_costs_a_quantized_model_is_measured_against_itself
     assert 0 < own.kl_mean < whole.kl_mean / 2
     with pytest.raises(RequestError, match="is quantized itself"):
         evaluate(tmp_path / "out", baseline=tmp_path / "out", kv_bits=16, **options)
+
+
+def test_stored_scales_and_online_ones_are_measured_apart(
+    tiny_original: Path, calibration_text: Path, text: Path, tmp_path: Path
+) -> None:
+    quantkit.convert(
+        tiny_original, out=tmp_path / "out", method="rtn", bits=8, group_size=32, kv_bits=4, samples=4, seq_len=64,
+        calibration=str(calibration_text),
+    )  # fmt: skip
+    options: dict[str, Any] = {"data": str(text), "seq_len": SEQ_LEN, "tokens": SEQ_LEN}
+    online, static, unasked = (
+        evaluate(tmp_path / "out", baseline=tmp_path / "out", **how, **options)
+        for how in ({"kv_bits": 4, "kv_scales": "online"}, {"kv_bits": 4, "kv_scales": "static"}, {})
+    )
+    assert (online.kv_scales, static.kv_scales) == ("online", "static")
+    assert static.kv_bits_per_number == 4.0 < online.kv_bits_per_number
+    assert static.kl_mean is not None
+    assert online.kl_mean is not None
+    assert static.kl_mean > online.kl_mean > 0
+    assert (unasked.kv_bits, unasked.kl_mean) == (4, online.kl_mean), "what the checkpoint says"
+    with pytest.raises(CheckpointError, match="no static KV scales"):
+        evaluate(tiny_original, kv_bits=4, kv_scales="static", **options)
 
 
 def test_bands_facts_and_greedy_text_are_in_the_json_and_in_the_table(roomy: Path, text: Path) -> None:
@@ -151,7 +173,7 @@ def test_greedy_texts_part_where_the_first_token_differs(
 ) -> None:
     """The exact model's text beside one that is changed after five tokens, and beside itself."""
     windows = prepare(roomy, data=str(text), seq_len=40, tokens=120).windows
-    exact = quantkit.load(roomy, dtype="float32", kv_bits=16)
+    exact = quantkit.load(roomy, dtype="float32", dequantize=True, kv_bits=16)
     same = greedy.measure_greedy(exact, exact, windows, 8)
     assert (same.share, same.identical, same.first_difference) == (1.0, 1.0, [8, 8, 8])
     true = greedy.continued(exact, windows.ids[0, :32].tolist(), 8)
@@ -161,7 +183,7 @@ def test_greedy_texts_part_where_the_first_token_differs(
             0, 32:
         ].tolist()
     )
-    other = quantkit.load(roomy, dtype="float32", kv_bits=4)
+    other = quantkit.load(roomy, dtype="float32", dequantize=True, kv_bits=4)
     text_of = greedy.continued
     monkeypatch.setattr(
         greedy,

@@ -169,7 +169,7 @@ def test_a_peers_cache_is_judged_as_quantkits_own(tiny_original: Path, calibrati
     assert foreign.options({}) == [
         "--data", str(calibration_text), "--protocol", "gptq", "--seq-len", "256", "--tokens", "512",
     ]  # fmt: skip
-    model = quantkit.load(tiny_original, dtype="float32", kv_bits=4)
+    model = quantkit.load(tiny_original, dtype="float32", dequantize=True, kv_bits=4)
     hidden = torch.cat([model.hidden(ids[None]) for ids in prepared.windows.ids])
     save_file({"hidden": hidden}, tmp_path / "hidden.safetensors")
     told = {"bits": 4, "kv_bits_per_number": 5.25, "ids_sha256": prepared.windows.digest()}
