@@ -1,18 +1,19 @@
 """Decode and prefill on a CPU, side by side in one run, the engines taking turns round by round.
 
     python eval/kernels/cpu_decode.py --model smollm2-135m --out eval/results/cpu_decode-smollm2-135m.json
-    python eval/kernels/cpu_decode.py --model random-1.5b --rounds 3 --out eval/results/cpu_decode-random-1.5b.json
+    python eval/kernels/cpu_decode.py --model random-1.5b --rounds 2 --new-tokens 16 --prefill 512 --only '*bfloat16' --only "*torch's*" --only '*8 bit'
     ... --llama PYTHON --gguf FILE [--gguf FILE]      llama-cpp-python in an environment of its own, as one more engine
 
 Engines: transformers' definition with float32 and bf16 weights; quantkit with torch's own packed kernels (as without the extra ``[cpu]``); quantkit with
 the numba kernels, head exact and of 8 bits. Weights are rounded to nearest (speed does not depend on how they were chosen). ``random-1.5b`` has the
-shape of a 1.5B model (28 layers of 1536, 8960 inside, vocabulary 151936, tied) and random weights. A round is: read the prompt, then decode greedily.
+shape of a 1.5B model (28 layers of 1536, 8960 inside, vocabulary 151936, tied) and random weights, those of a shape alike in all layers. A round is: read the prompt, then decode greedily.
 The median of the rounds counts. Load average and versions are stored with the figures: beside other jobs they are worth little.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import gc
 import json
 import os
@@ -75,12 +76,15 @@ def module_of(ref: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     config = dict(RANDOM[ref])
     module: Any = build_skeleton(config, dtype)
     torch.manual_seed(0)
+    made: dict[torch.Size, torch.Tensor] = {}
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 value = torch.ones(parameter.shape, dtype=dtype)
                 if parameter.dim() > 1:
-                    value.uniform_(-0.03, 0.03)
+                    if parameter.shape not in made:
+                        made[parameter.shape] = torch.empty(parameter.shape, dtype=dtype).uniform_(-0.03, 0.03)
+                    value = made[parameter.shape].clone()  # memory of its own: what a layer reads is not in a cache yet
                 owner._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
     module.tie_weights()
     return module, config
@@ -112,11 +116,16 @@ def quantkit_engine(
         workers.available = lambda: False  # type: ignore[assignment]  # as on a machine without the extra
     try:
         module, config = module_of(ref, torch.float32)
+        alike: dict[torch.Size, QuantTensor] = {}  # random layers of a shape are equal
         for name, layer in list(module.named_modules()):
             if isinstance(layer, torch.nn.Linear) and "layers." in name:
                 owner, _, local = name.rpartition(".")
-                scales, zeros = affine.minmax_params(layer.weight, scheme)
-                q = QuantTensor(affine.quantize(layer.weight, scales, zeros, scheme), scales, zeros, scheme)
+                q = alike.get(layer.weight.shape)
+                if q is None:
+                    scales, zeros = affine.minmax_params(layer.weight, scheme)
+                    q = QuantTensor(affine.quantize(layer.weight, scales, zeros, scheme), scales, zeros, scheme)
+                    if ref in RANDOM:
+                        alike[layer.weight.shape] = q
                 setattr(module.get_submodule(owner), local, QuantLinear(pack(q, device=CPU), layer.bias))
         if head_bits is not None:
             round_head(module, head_bits, device=CPU, dtype=torch.float32, kernel=None)
@@ -188,16 +197,24 @@ def llama_engine(python: str, file: str, threads: int) -> Engine:
 
 
 def engines(options: argparse.Namespace) -> list[Engine]:
-    four = Scheme(4, 64, False)
-    made = [transformers_engine(options.model, torch.float32), transformers_engine(options.model, torch.bfloat16)]
-    made.append(quantkit_engine(options.model, four, numba=False))
+    ref, four, eight = options.model, Scheme(4, 64, False), Scheme(8, None)
+    known: dict[str, Callable[[], Engine]] = {
+        "transformers float32": lambda: transformers_engine(ref, torch.float32),
+        "transformers bfloat16": lambda: transformers_engine(ref, torch.bfloat16),
+        "int4 torch's kernels": lambda: quantkit_engine(ref, four, numba=False),
+    }
     if workers.available():
-        made.append(quantkit_engine(options.model, four, numba=True))
-        made.append(quantkit_engine(options.model, four, numba=True, head_bits=8))
-        made.append(quantkit_engine(options.model, four, numba=True, dense=True))
-        if options.model not in RANDOM:
-            made.append(quantkit_engine(options.model, Scheme(8, None), numba=True, head_bits=8))
-    return made + [llama_engine(options.llama, file, options.threads) for file in options.gguf]
+        known["int4 numba"] = lambda: quantkit_engine(ref, four, numba=True)
+        known["int4 numba, head 8 bit"] = lambda: quantkit_engine(ref, four, numba=True, head_bits=8)
+        known["int4 numba, keep-dense"] = lambda: quantkit_engine(ref, four, numba=True, dense=True)
+        if ref not in RANDOM:
+            known["int8 numba, head 8 bit"] = lambda: quantkit_engine(ref, eight, numba=True, head_bits=8)
+    for file in options.gguf:
+        known[f"llama.cpp {file}"] = lambda file=file: llama_engine(options.llama, file, options.threads)  # type: ignore[misc]
+    chosen = [name for name in known if any(fnmatch.fnmatch(name, one) for one in options.only or ["*"])]
+    if not chosen:
+        raise SystemExit(f"--only {options.only}: engines are {', '.join(known)}")
+    return [known[name]() for name in chosen]
 
 
 def measure(made: list[Engine], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -243,6 +260,7 @@ def main() -> None:
     parser.add_argument("--prefill", type=lambda text: [int(n) for n in text.split(",") if n], default=[512, 2048])
     parser.add_argument("--llama", help="a Python that has llama-cpp-python")
     parser.add_argument("--gguf", action="append", default=[])
+    parser.add_argument("--only", action="append", help="engines by name (wildcards, repeatable); all if not given")
     parser.add_argument("--note", default="", help="what else ran on the machine")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -253,7 +271,8 @@ def main() -> None:
     by_name = {row["engine"]: row["decode_tokens_per_second"] for row in rows}
     for row in rows:
         for base in ("float32", "bfloat16"):
-            row[f"times_transformers_{base}"] = round(by_name[row["engine"]] / by_name[f"transformers {base}"], 2)
+            if f"transformers {base}" in by_name:
+                row[f"times_transformers_{base}"] = round(by_name[row["engine"]] / by_name[f"transformers {base}"], 2)
     result = {
         "command": "python eval/kernels/cpu_decode.py " + " ".join(a for a in sys.argv[1:] if "/" not in a),
         "note": options.note,
@@ -270,9 +289,9 @@ def main() -> None:
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for row in rows:
-        print(
-            f"{row['decode_tokens_per_second']:8.1f} tokens/s  x{row['times_transformers_bfloat16']:.2f} bf16  {row['engine']}"
-        )
+        times = row.get("times_transformers_bfloat16")
+        beside = "" if times is None else f"x{times:.2f} bf16  "
+        print(f"{row['decode_tokens_per_second']:8.1f} tokens/s  {beside}{row['engine']}")
 
 
 if __name__ == "__main__":
