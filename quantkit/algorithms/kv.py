@@ -211,12 +211,14 @@ def _error(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
     return back.sub_(x).square_().sum(-1)
 
 
-def as_cached(k: Tensor, v: Tensor, scheme: KVScheme, static: LayerScales | None = None) -> tuple[Tensor, Tensor]:
-    """Whole sequences as the cache gives them to a query after their last token: pages older than ``recent`` rounded, the rest exact.
+def as_cached(
+    k: Tensor, v: Tensor, scheme: KVScheme, static: LayerScales | None = None, behind: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Whole sequences as the cache gives them to the query with ``behind`` tokens after it: pages older than ``recent`` then rounded, the rest exact.
 
     k, v: float ``[batch, kv_heads, tokens, head_dim]``, unpadded; results of their dtypes. static: scales of a scheme that is not online.
     """
-    end = max(0, k.shape[2] - scheme.recent) // PAGE_TOKENS * PAGE_TOKENS
+    end = max(0, k.shape[2] - behind - scheme.recent) // PAGE_TOKENS * PAGE_TOKENS
     if not end:
         return k, v
     found = []

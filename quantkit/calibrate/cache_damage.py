@@ -13,8 +13,8 @@ from quantkit.calibrate.transfer import Shuttle
 from quantkit.core.kvscheme import PAGE_TOKENS
 from quantkit.model.stepper import Call, run_block
 
-NEWEST = PAGE_TOKENS  # queries per window that are compared: behind them, everything old is in packed pages
-MOST_TOKENS = 16384  # of calibration text that are looked at
+NEWEST = PAGE_TOKENS  # queries per window that are compared: the cache has the same packed pages for nearly all of them
+MOST_TOKENS = 8192  # of calibration text that are looked at
 
 
 Rounding = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values, as a cache gives them back

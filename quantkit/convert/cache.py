@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from quantkit.algorithms.allocate import allocate
 from quantkit.algorithms.kv import KVObserver, LayerRanges, Range, as_cached
-from quantkit.calibrate.cache_damage import cache_damage
+from quantkit.calibrate.cache_damage import NEWEST, cache_damage
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, KVScheme, Scales
 from quantkit.errors import NumericsError, RequestError
 from quantkit.model.stepper import Call
 
 BUDGET_BITS = (8, 4, 3, 2)
-BUDGET_TOKENS = 128 + PAGE_TOKENS  # shortest window in which a page of 2-bit keys is old enough to be packed
+BUDGET_TOKENS = (
+    128 + NEWEST + PAGE_TOKENS
+)  # shortest window in which 2-bit keys are packed for the queries that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class CacheRequest:
             schemes = [KVScheme.of(words.format(bits), self.scheme.scales) for bits in BUDGET_BITS]
             scales = [None if scheme.scales == "online" else ranges.scales(scheme) for scheme in schemes]
             trials = [
-                partial(as_cached, scheme=scheme, static=static) for scheme, static in zip(schemes, scales, strict=True)
+                partial(as_cached, scheme=scheme, static=static, behind=NEWEST - 1)
+                for scheme, static in zip(schemes, scales, strict=True)
             ]
             found.append(dict(zip(BUDGET_BITS, cache_damage(block, states, call, trials), strict=True)))
         return LayerRanges(ranges.keys, ranges.values, *found)

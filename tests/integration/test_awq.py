@@ -20,6 +20,7 @@ from quantkit.convert.fold import fold_block, missing_folds, probe
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import Plan, make_plan
 from quantkit.convert.run import convert
+from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.model.stepper import Call, input_groups, run_block
 from quantkit.runtime.load import load
 
@@ -90,8 +91,18 @@ def test_every_format_computes_the_same(tiny_model: Path, tmp_path: Path, calibr
 
 def test_the_kv_cache_is_calibrated_on_scaled_values(tiny_model: Path, tmp_path: Path, calibration_text: Path) -> None:
     plant_outliers(tiny_model)
-    convert(tiny_model, tmp_path / "out", method="awq", bits=8, kv_bits=8, calibration=str(calibration_text), **TEXT)
+    text = dict(kv_bits=8, calibration=str(calibration_text), **TEXT)
+    convert(tiny_model, tmp_path / "out", method="awq", bits=8, **text)
     assert divergence(logits(tiny_model), logits(tmp_path / "out")) < 1e-3
+    asked = {name: value for name, value in text.items() if name != "group_size"}
+    convert(tmp_path / "out", tmp_path / "written", **asked)  # calibrates what was written, factors and all
+    found, written = read_kv_plan(tmp_path / "out"), read_kv_plan(tmp_path / "written")
+    assert found is not None
+    assert written is not None
+    for name, scales in found.static.items():
+        for part in ("k_scale", "v_scale"):
+            ratio = getattr(scales, part) / getattr(written.static[name], part)
+            assert float(ratio.log().abs().max()) < 0.1, (name, part)
 
 
 def test_a_kept_linear_is_scaled_with_its_siblings(tiny_model: Path, tmp_path: Path, calibration_text: Path) -> None:

@@ -20,7 +20,7 @@ from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats.kv_scales import FILE_NAME, read_kv_plan
 
 SMALL: dict[str, Any] = dict(samples=2, seq_len=32, group_size=32, method="rtn", device="cpu")
-BUDGET: dict[str, Any] = {**SMALL, "seq_len": 200, "kv_budget": 3.0}
+BUDGET: dict[str, Any] = {**SMALL, "seq_len": 256, "kv_budget": 3.0}
 LAYERS = [f"model.layers.{i}.self_attn" for i in range(3)]
 Run = Callable[..., Any]
 
@@ -223,7 +223,7 @@ def test_a_quantized_model_takes_a_budget_fp8_and_new_bits(
 ) -> None:
     qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32, symmetric=True, device="cpu")
     text = dict(samples=2, calibration=str(calibration_text), device="cpu")
-    report = qk.convert(tmp_path / "source", tmp_path / "a", kv_budget=2.5, seq_len=200, **text)
+    report = qk.convert(tmp_path / "source", tmp_path / "a", kv_budget=2.5, seq_len=256, **text)
     assert report.cache is not None
     assert report.cache["code_bits"] <= 2.5
     (tmp_path / "a" / FILE_NAME).write_bytes(b"an old file that nobody reads any more")
@@ -241,9 +241,9 @@ def test_a_quantized_model_takes_a_budget_fp8_and_new_bits(
     ("options", "words"),
     [
         (dict(kv_bits=4, kv_budget=3.0), ["--kv-bits 4 with --kv-budget 3"]),
-        (dict(kv_bits=16, kv_budget=3.0, seq_len=200), ["--kv-bits has no effect", "--kv-budget chooses the bits"]),
-        (dict(kv_budget=1.5, seq_len=200), ["--kv-budget 1.5", "from 2 to 8"]),
-        (dict(kv_budget=3.0, seq_len=128), ["--seq-len 128 with --kv-budget 3", "Use 192 or more"]),
+        (dict(kv_bits=16, kv_budget=3.0, seq_len=256), ["--kv-bits has no effect", "--kv-budget chooses the bits"]),
+        (dict(kv_budget=1.5, seq_len=256), ["--kv-budget 1.5", "from 2 to 8"]),
+        (dict(kv_budget=3.0, seq_len=128), ["--seq-len 128 with --kv-budget 3", "Use 256 or more"]),
         (dict(kv_bits=4, seq_len=4), ["--seq-len 4 with --kv-bits 4", "Use 5 or more"]),
         (dict(kv_bits=5), ["kv_bits=5", "16, 8, 4, 3, 2"]),
         (dict(kv_bits="k4"), ["--kv-bits k4", "k4v2"]),
@@ -268,7 +268,7 @@ def test_the_command_line_takes_a_budget_or_bits(
 ) -> None:
     small = ("--method", "rtn", "--group-size", "32", "--samples", "2", "--calibration", calibration_text)
     dry = quantkit(
-        "convert", tiny_original, "--out", tmp_path / "out", *small, "--seq-len", "200", "--kv-budget", "3", "--dry-run"
+        "convert", tiny_original, "--out", tmp_path / "out", *small, "--seq-len", "256", "--kv-budget", "3", "--dry-run"
     )
     assert (dry.returncode, dry.stderr) == (0, "")
     assert "KV cache within 3 bits on average, online scales" in dry.stdout

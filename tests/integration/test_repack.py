@@ -184,7 +184,6 @@ def test_act_order_is_refused_by_name(tiny_original: Path, tmp_path: Path) -> No
         (dict(group_size="channel"), ["--group-size channel", "groups of 32"]),
         (dict(symmetric=True), ["--sym", "one zero point per group"]),
         (dict(method="gptq"), ["--method gptq", "rtn"]),
-        (dict(kv_bits=8), ["--kv-bits 8", "KV cache of 16 bits"]),
         (dict(samples=3), ["--samples 3", "no effect"]),
         (dict(rules=("*=keep",)), ["--rule", "no effect"]),
     ],

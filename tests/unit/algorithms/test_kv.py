@@ -211,6 +211,13 @@ def test_a_sequence_without_an_old_page_comes_back_as_it_is() -> None:
     assert as_cached(k, -k, KVScheme.of(3))[0] is not k
 
 
+def test_a_query_with_tokens_behind_it_finds_fewer_packed_pages() -> None:
+    k = sample(tokens=256, dim=8)
+    for behind, end in ((0, 192), (1, 128), (63, 128), (64, 128), (65, 64), (192, 0)):
+        changed = (as_cached(k, k, KVScheme.of(3), behind=behind)[0] != k).any(-1).any(1).all(0)
+        assert int(changed.sum()) == max(0, end - 4), behind
+
+
 def test_pages_are_what_the_cache_stores() -> None:
     from quantkit.core.kvpages import decode_keys, encode_keys
 
