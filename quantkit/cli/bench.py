@@ -26,6 +26,9 @@ from quantkit.cli.progress import bar
 @click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
 @click.option("--kv-bits", metavar="BITS", help="16, 8, 4, 3, 2, fp8 or k4v2.  [default: what the checkpoint says]")
 @click.option(
+    "--kv-scales", type=click.Choice(["online", "static"]), help="Scales made on the way, or those that convert stored."
+)
+@click.option(
     "--kernel",
     metavar="NAME",
     help="One kernel for every quantized layer: numba, int4, int8, w8a8, dequantize, reference; GPU: triton, triton-gemv, triton-gemm, triton-w8a8.  [default: the measured choice]",

@@ -27,6 +27,7 @@ from quantkit.evaluate.traffic import (
 )
 
 if TYPE_CHECKING:
+    from quantkit.core.kvscheme import Scales
     from quantkit.runtime.model import Model
 
 
@@ -157,6 +158,7 @@ def bench(
     device: str = "auto",
     dtype: str = "auto",
     kv_bits: int | str | None = None,
+    kv_scales: Scales | None = None,
     kernel: str | None = None,
     head_bits: int | None = None,
     keep_dense: bool = False,
@@ -168,7 +170,7 @@ def bench(
     and goes on past end tokens, through the same engine as ``generate``.
 
     batch, prompt: numbers separated by commas. new_tokens: of each answer, 2 at least. repeat: runs of each cell after one
-    that is not counted. threads: of torch; None leaves them. kernel, head_bits, keep_dense, graphs: as in ``load``. Raises RequestError for an option that is
+    that is not counted. threads: of torch; None leaves them. kv_bits, kv_scales, kernel, head_bits, keep_dense, graphs: as in ``load``. Raises RequestError for an option that is
     wrong or a cell that does not fit the model's context.
     """
     batches, prompts = whole_numbers(batch, "--batch"), whole_numbers(prompt, "--prompt")
@@ -184,6 +186,7 @@ def bench(
             device=device,
             dtype=dtype,
             kv_bits=kv_bits,
+            kv_scales=kv_scales,
             kernel=kernel,
             head_bits=head_bits,
             keep_dense=keep_dense,
