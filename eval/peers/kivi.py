@@ -1,8 +1,9 @@
-"""KIVI's recipe as a transformers cache, to compare with: keys by channel over 32 tokens, values by token over 32 channels, the newest at full precision.
+"""KIVI's recipe as a transformers cache, to compare with.
 
-After its paper (arXiv 2402.02750, section 3 and algorithm 1) and the order of its reference code: keys are quantized 128 at a time, when 128 have
-gathered; a value when 128 newer ones are there. Nothing else stays exact, the first tokens neither. Numbers, not bytes: what is stored are the floats that the codes
-stand for, scale and minimum rounded to fp16.
+Keys share a scale by channel over 32 tokens, values by token over 32 channels. After its paper (arXiv 2402.02750, section 3 and algorithm 1)
+and the order of its reference code: keys are quantized 128 at a time, when 128 have gathered; a value when 128 newer ones are there. Nothing
+else stays exact, the first tokens neither. Numbers, not bytes: what is kept are the floats that the codes stand for, scale and minimum
+rounded to fp16.
 """
 
 from __future__ import annotations

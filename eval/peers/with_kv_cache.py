@@ -42,6 +42,9 @@ def main() -> None:
     args = arguments()
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     model = AutoModelForCausalLM.from_pretrained(args.source, dtype=torch.float32).eval()
     rows, begun = [], time.perf_counter()

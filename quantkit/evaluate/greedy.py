@@ -1,7 +1,7 @@
 """Greedy text with a quantized cache beside greedy text with the 16-bit one: how far do they stay the same?
 
-The same weights continue the same prompts. Once one token differs the texts part for good, so what counts is the share before the first difference. (Agreement
-token by token on a given text is ``top1_agreement``.)
+The same weights continue the same prompts. Once one token differs the texts part for good, so what counts is the share before the
+first difference. (Agreement token by token on a given text is ``top1_agreement``.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ PROMPTS = 8
 @dataclass(frozen=True, slots=True)
 class GreedyAgreement:
     """tokens: written after each of ``prompts`` prompts of ``prompt_tokens`` tokens. share: of them that are equal until the first
-    difference, mean over prompts, with its standard error. identical: share of prompts without a difference. first_difference: tokens before it, prompt by prompt (``tokens`` where there is none)."""
+    difference, mean over prompts, with its standard error. identical: share of prompts without a difference. first_difference: tokens
+    before it, prompt by prompt (``tokens`` where there is none)."""
 
     prompts: int
     prompt_tokens: int

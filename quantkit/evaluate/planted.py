@@ -48,8 +48,9 @@ class PlantedText:
 
 @dataclass(frozen=True, slots=True)
 class PlantedFacts:
-    """Log-probabilities are means over facts, in nats, of all tokens of an answer. ``difference``: quantized cache minus 16-bit cache, paired; its standard error is over facts. ``answered``: share of
-    facts whose every token is the most likely one. ``by_depth``: the same for the facts of each depth."""
+    """Log-probabilities are means over facts, in nats, of all tokens of an answer. ``difference``: quantized cache minus 16-bit cache,
+    paired; its standard error is over facts. ``answered``: share of facts whose every token is the most likely one. ``by_depth``: the same
+    for the facts of each depth."""
 
     facts: int
     texts: int

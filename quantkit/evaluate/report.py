@@ -158,12 +158,13 @@ def evaluate(
 ) -> Evaluation:
     """Perplexity of a model on a text and, with a baseline, KL divergence, top-1 agreement and the paired difference.
 
-    model: any model or checkpoint that ``quantkit.load`` reads. baseline: the 16- or 32-bit original, or what
-    ``prepare_baseline`` returned; always with a 16-bit cache; a quantized model may be its own where its cache is quantized. data: a text as ``quantkit.checkpoint.texts.load_text`` names it. seq_len: window,
-    BOS counted (default 1024, ``llama.cpp``: 512). tokens: windows x seq_len at most; None is every full window.
-    kv_bits, kv_scales: as ``quantkit.load`` takes them. planted_fact: also ask for facts planted in texts of ``seq_len``. greedy: also write so many tokens after the beginnings of windows;
-    both compare the quantized cache with a 16-bit one over the same weights. runtime: measure the packed kernels in their own dtype instead of dequantized weights in float32. stream: one decoder
-    block in memory at a time, same figures; None does it for a model (or baseline) that would not fit.
+    model: any model or checkpoint that ``quantkit.load`` reads. baseline: the 16- or 32-bit original, or what ``prepare_baseline``
+    returned, always with a 16-bit cache; a quantized model may be its own where its cache is quantized. data: a text as
+    ``quantkit.checkpoint.texts.load_text`` names it. seq_len: window, BOS counted (default 1024, ``llama.cpp``: 512). tokens: windows x
+    seq_len at most; None is every full window. kv_bits, kv_scales: as ``quantkit.load`` takes them. planted_fact: also ask for facts planted
+    in texts of ``seq_len`` tokens. greedy: also write so many tokens after the beginnings of windows; both compare the quantized cache with
+    a 16-bit one over the same weights. runtime: measure the packed kernels in their own dtype instead of dequantized weights in float32.
+    stream: one decoder block in memory at a time, same figures; None does it for a model (or baseline) that would not fit.
 
     Raises RequestError (request), SourceError (text, files), NumericsError (a loss that is not finite).
 

@@ -170,8 +170,8 @@ def bench(
     and goes on past end tokens, through the same engine as ``generate``.
 
     batch, prompt: numbers separated by commas. new_tokens: of each answer, 2 at least. repeat: runs of each cell after one
-    that is not counted. threads: of torch; None leaves them. kv_bits, kv_scales, kernel, head_bits, keep_dense, graphs: as in ``load``. Raises RequestError for an option that is
-    wrong or a cell that does not fit the model's context.
+    that is not counted. threads: of torch; None leaves them. kv_bits, kv_scales, kernel, head_bits, keep_dense, graphs: as in ``load``.
+    Raises RequestError for an option that is wrong or a cell that does not fit the model's context.
     """
     batches, prompts = whole_numbers(batch, "--batch"), whole_numbers(prompt, "--prompt")
     _check(new_tokens, repeat, threads, seed)
