@@ -103,6 +103,11 @@ RECIPES = {
     ),
     "kv2-g32-plain": Recipe(channel(2, 32, search=True), token(2, 32, search=True), recent=128),
     "k4v2-plain": Recipe(channel(4), token(2, search=True)),
+    "k4v2-rotated": Recipe(channel(4), token(2, rotate=True, search=True)),
+    "k3-channel": Recipe(channel(3), EXACT),
+    "k3-channel-searched": Recipe(channel(3, search=True), EXACT),
+    "k2-channel": Recipe(channel(2), EXACT, recent=128),
+    "k2-channel-searched": Recipe(channel(2, search=True), EXACT, recent=128),
     "kv3-plain": Recipe(channel(3, search=True), token(3, search=True)),
     "kivi2": Recipe(channel(2, 32), token(2, 32), recent=128, first=0),
     "kivi2-first4": Recipe(channel(2, 32), token(2, 32), recent=128),
@@ -308,7 +313,10 @@ def main() -> None:
         model, ids[: given.windows * given.context].view(given.windows, given.context), other[: given.context]
     )
     head_dim = int(getattr(model.module.config, "head_dim", None) or 64)
-    rows = {}
+    record = {"model": given.model, "context": given.context, "windows": given.windows, "data": given.data}
+    record |= {"positions": POSITIONS, "versions": versions(), "hardware": hardware()}
+    held = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
+    rows = held.get("rows", {}) if all(held.get(key) == record[key] for key in record) else {}  # --only adds to them
     for name, recipe in RECIPES.items():
         if not fnmatch.fnmatch(name, given.only):
             continue
@@ -321,9 +329,7 @@ def main() -> None:
             flush=True,
         )
         if given.out:
-            record = {"model": given.model, "context": given.context, "windows": given.windows, "data": given.data}
-            record |= {"positions": POSITIONS, "versions": versions(), "hardware": hardware(), "rows": rows}
-            given.out.write_text(json.dumps(record, indent=1) + "\n")
+            given.out.write_text(json.dumps(record | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
