@@ -235,7 +235,7 @@ class Model:
     def __repr__(self) -> str:
         dtype, layouts = str(self.dtype).removeprefix("torch."), self.layouts()
         held = ", ".join(f"{count} x {name}" for name, count in layouts.items()) or "no packed weights"
-        return f"Model({self.config.get('model_type')}, {self.device}, {dtype}, {held}, KV cache {self.kv_stored_bits} bit)"
+        return f"Model({self.config.get('model_type')}, {self.device}, {dtype}, {held}, KV cache {self.kv_stored_bits:.3g} bit)"
 
     def windows(self) -> list[int | None]:
         """Sliding window of each layer in tokens, None for full attention."""

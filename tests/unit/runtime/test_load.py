@@ -13,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.core.kvpages import rotate
+from quantkit.core.kvscheme import KVPlan, KVScheme, LayerScales
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError, RequestError, SourceError
-from quantkit.formats.kv_scales import FILE_NAME, read_kv_scales, write_kv_scales
+from quantkit.formats.kv_scales import FILE_NAME, read_kv_plan, write_kv_plan
+from quantkit.runtime.attention import attention_modules
 from quantkit.runtime.linear import QuantLinear
-from quantkit.runtime.load import choose_dtype, load
+from quantkit.runtime.load import choose_dtype, kv_plan, load
 
 Folder = Callable[..., Path]
 VOCAB = 288
@@ -110,11 +113,13 @@ def test_weights_of_another_model_are_refused(packed_folder: Folder) -> None:
 
 def test_options_are_refused_by_name(float_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = float_folder("llama")
-    for bad in ({"device": "tpu"}, {"device": "meta"}, {"dtype": "int8"}, {"kernel": "warp"}, {"kv_bits": 3}):
+    for bad in ({"device": "tpu"}, {"device": "meta"}, {"dtype": "int8"}, {"kernel": "warp"}, {"kv_bits": 5}):
         with pytest.raises(RequestError, match=next(iter(bad))):
             load(folder, **{"device": "cpu", **bad})  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="no KV scales"):
-        load(folder, device="cpu", kv_bits=8)
+    with pytest.raises(CheckpointError, match=r"no static KV scales for 'model[.]layers[.]0[.]self_attn'"):
+        load(folder, device="cpu", kv_bits=8, kv_scales="static")
+    with pytest.raises(RequestError, match="says nothing about its cache"):
+        load(folder, device="cpu", kv_scales="static")
     with pytest.raises(RequestError, match="float16 on a CPU"):
         choose_dtype("float16", torch.device("cpu"))
     assert choose_dtype("float16", torch.device("cuda")) == torch.float16
@@ -130,66 +135,81 @@ def test_end_tokens_come_from_the_generation_config(float_folder: Folder) -> Non
     assert load(folder, device="cpu").end_tokens == (5, 6)
 
 
+LONG = torch.randint(0, VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))  # packs its first page
+
+
+def static_scales(module: Any, bits: int) -> dict[str, LayerScales]:
+    """Scales per channel that span what one text gives."""
+    found = {}
+    cache = module.base_model(input_ids=LONG, use_cache=True).past_key_values
+    for index, name in attention_modules(module).items():
+        sides = []
+        for x in (cache.layers[index].keys, rotate(cache.layers[index].values)):
+            low, high = x.float().amin((0, 2)), x.float().amax((0, 2))
+            sides += [(high - low) / ((1 << bits) - 1), low]
+        found[name] = LayerScales(*sides)
+    return found
+
+
 @pytest.fixture
-def kv_folder(packed_folder: Folder, tiny: Any) -> Path:
+def kv_folder(packed_folder: Folder) -> Path:
     """A packed model whose cache is calibrated for 8 bits."""
     folder = packed_folder("llama", Scheme(8, None))
     module = load(folder, device="cpu").module
     with torch.inference_mode():
-        write_kv_scales(folder, tiny.kv_scales(module, 8, IDS))
+        scales = static_scales(module, 8)
+    scheme = KVScheme.of(8, "static")
+    write_kv_plan(folder, KVPlan(scheme, dict.fromkeys(scales, scheme), scales))
     return folder
 
 
-def test_kv_scales_survive_the_file(kv_folder: Path) -> None:
-    found = read_kv_scales(kv_folder)
-    assert found is not None
-    assert found.scheme.bits == 8
-    assert sorted(found.layers) == [f"model.layers.{i}.self_attn" for i in range(3)]
-    assert found.layers["model.layers.0.self_attn"].k_scale.shape == (2, 1)
-
-
-def test_stored_kv_scales_are_used_and_doubling_one_changes_the_logits(kv_folder: Path) -> None:
+def test_what_the_checkpoint_says_of_its_cache_is_done(kv_folder: Path) -> None:
     before = load(kv_folder, device="cpu")
     assert before.kv_bits == 8
-    logits, plain = before(IDS), load(kv_folder, device="cpu", kv_bits=16)
+    assert before.kv_plan.scheme.scales == "static"
+    logits, plain = before(LONG), load(kv_folder, device="cpu", kv_bits=16)
     assert plain.kv_bits == 16
-    assert not torch.equal(logits, plain(IDS))
-    torch.testing.assert_close(logits, plain(IDS), rtol=0.1, atol=0.3)
+    assert not torch.equal(logits, plain(LONG))
+    torch.testing.assert_close(logits, plain(LONG), rtol=0.1, atol=0.3)
+    online = load(kv_folder, device="cpu", kv_scales="online")
+    assert online.kv_plan.scheme == KVScheme.of(8)
+    assert not torch.equal(online(LONG), logits)
+    assert load(kv_folder, device="cpu", kv_bits="k4v2").kv_plan.scheme == KVScheme.of("k4v2")
+    with pytest.raises(CheckpointError, match="no static KV scales"):
+        load(kv_folder, device="cpu", kv_bits=4, kv_scales="static")
 
     def double(tensors: dict[str, Any]) -> None:
         tensors["model.layers.1.self_attn.v_scale"] *= 2
 
     rewrite(kv_folder, double, FILE_NAME)
     # codes are chosen with the doubled scale, so values only get coarser: the change is small, and far above noise
-    assert float((load(kv_folder, device="cpu")(IDS) - logits).abs().max()) > 0.01
-    with pytest.raises(RequestError, match="for 8 bits"):
-        load(kv_folder, device="cpu", kv_bits=4)
+    assert float((load(kv_folder, device="cpu")(LONG) - logits).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("part", ["k_scale", "k_zero", "v_scale", "v_zero"])
+def test_integers_scales_do_not_serve_fp8_nor_the_other_way_round(kv_folder: Path) -> None:
+    stored = read_kv_plan(kv_folder)
+    with pytest.raises(RequestError, match="fp8"):
+        kv_plan(stored, None, "fp8")
+    with pytest.raises(CheckpointError, match="no fp8 KV scales"):
+        load(kv_folder, device="cpu", kv_bits="fp8")
+
+
+@pytest.mark.parametrize("part", ["k_scale", "k_low", "v_scale", "v_low"])
 def test_a_missing_kv_scale_is_an_error_that_names_it(kv_folder: Path, part: str) -> None:
     rewrite(kv_folder, lambda tensors: tensors.pop(f"model.layers.2.self_attn.{part}"), FILE_NAME)
     with pytest.raises(CheckpointError, match=rf"model\.layers\.2\.self_attn\.{part}"):
         load(kv_folder, device="cpu")
 
 
-def test_a_whole_layer_without_kv_scales_is_an_error(kv_folder: Path) -> None:
-    found = read_kv_scales(kv_folder)
+def test_a_plan_that_leaves_out_a_layer_is_an_error(kv_folder: Path) -> None:
+    found = read_kv_plan(kv_folder)
     assert found is not None
-    layers = {name: layer for name, layer in found.layers.items() if ".1." not in name}
-    write_kv_scales(kv_folder, type(found)(found.scheme, layers))
+    kept = [name for name in found.layers if ".1." not in name]
+    write_kv_plan(
+        kv_folder,
+        KVPlan(found.scheme, {n: found.layers[n] for n in kept}, {n: found.static[n] for n in kept}),
+    )
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn"):
-        load(kv_folder, device="cpu")
-
-
-def test_damaged_kv_files_are_refused(kv_folder: Path) -> None:
-    path = kv_folder / FILE_NAME
-    tensors = load_file(path)
-    save_file(tensors, path)  # without its metadata
-    with pytest.raises(CheckpointError, match="version None"):
-        load(kv_folder, device="cpu")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CheckpointError, match="not a whole file"):
         load(kv_folder, device="cpu")
 
 
