@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quantkit.runtime.paged import LayerSpec, PagedLayer
-from quantkit.runtime.rows import Parked, fork, park, truncate, unpark
+from quantkit.runtime.rows import Parked, check_truncate, fork, park, truncate, unpark
 
 
 class KVCache:
@@ -53,9 +53,16 @@ class KVCache:
         return other
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Take back the newest tokens (see ``rows.truncate``)."""
+        """Take back the newest tokens (see ``rows.truncate``). Where a layer refuses, none has changed."""
+        for layer in self.layers:
+            check_truncate(layer, lengths)
         for layer in self.layers:
             truncate(layer, lengths)
+
+    def compact(self) -> None:
+        """Give back the memory that a long prompt has needed and its cache does not (``PagedLayer.compact``)."""
+        for layer in self.layers:
+            layer.compact()
 
     def park(self, b: int) -> list[Parked]:
         """Move one sequence to host memory: its pages are free, and it leaves the batch."""

@@ -118,7 +118,11 @@ def kv_plan(stored: KVPlan | None, bits: int | str | None, scales: Scales | None
         plan = KVPlan(KVScheme.of(bits, scales or "online"))
         if stored is not None and str(stored.label) == str(plan.label):
             plan = stored
-    if scales is None or not plan.quantized or scales == plan.scheme.scales:
+    if scales is not None and not plan.quantized:
+        raise RequestError(
+            f"--kv-scales {scales} has no effect on a KV cache of 16 bits. Leave it out, or give --kv-bits."
+        )
+    if scales is None or scales == plan.scheme.scales:
         return plan
     if "fp8" in (scales, plan.scheme.scales):
         raise RequestError(

@@ -276,6 +276,17 @@ class PagedLayer:
         pools = [pool for pool in (self.exact, self.packed) if pool is not None]
         return sum(pool.pages * pool.page_bytes for pool in pools)
 
+    def compact(self) -> None:
+        """Give back the memory of exact pages that a long step has needed and that are free now, but one a sequence. Does nothing where another
+        layer shares the pool."""
+        exact = self.pool()
+        if exact.references() != sum(len(row.exact_pages) for row in self.rows):
+            return
+        if self.spec.scheme.quantized or self.spec.window is not None:
+            moved = exact.shrink(self.batch)
+            for row in self.rows:
+                row.exact_pages = [moved[page] for page in row.exact_pages]
+
     def begin(self, k: Tensor, v: Tensor) -> None:
         """Make the pools for keys and values like these, and an empty row for each sequence."""
         batch, heads = k.shape[:2]
@@ -284,18 +295,25 @@ class PagedLayer:
         shapes = [(heads, PAGE_TOKENS, dim) for dim in self.head_dim]
         fields = {name: (shape, self.spec.dtype) for name, shape in zip(("keys", "values"), shapes, strict=True)}
         self.exact = Pool(fields, k.device)
-        tokens, packing = self.capacity, self.spec.packing
-        if self.spec.window is not None:
-            tokens = min(tokens, self.spec.window + 2 * PAGE_TOKENS)
-        pages = -(-tokens // PAGE_TOKENS)
+        packing = self.spec.packing
         if packing is not None:
             self.packed = Pool(packing.fields(heads, *self.head_dim), k.device)
-            self.packed.reserve(batch * max(0, pages - packing.scheme.recent // PAGE_TOKENS))
-            pages = min(pages, packing.scheme.recent // PAGE_TOKENS + 2)
             sizes = [(batch, heads, packing.scheme.first, dim) for dim in self.head_dim]
             first = [torch.zeros(size, dtype=self.spec.dtype, device=k.device) for size in sizes]
             self.first = (first[0], first[1])
-        self.exact.reserve(batch * pages)
+        self.reserve_capacity()
+
+    def reserve_capacity(self) -> None:
+        """Have pages for ``capacity`` tokens of each sequence, at once: a pool that grows is copied."""
+        exact, packing, tokens = self.pool(), self.spec.packing, self.capacity
+        if self.spec.window is not None:
+            tokens = min(tokens, self.spec.window + 2 * PAGE_TOKENS)
+        pages = -(-tokens // PAGE_TOKENS)
+        if packing is not None and self.packed is not None:
+            most = max(0, pages - packing.scheme.recent // PAGE_TOKENS)
+            self.packed.reserve(sum(max(0, most - len(row.packed_pages)) for row in self.rows))
+            pages = min(pages, packing.scheme.recent // PAGE_TOKENS + 2)
+        exact.reserve(sum(max(0, pages - len(row.exact_pages)) for row in self.rows))
 
     def reserve(self, lengths: Sequence[int]) -> None:
         """Have exact pages for that many tokens of each sequence. Only after the first ``append``."""

@@ -64,6 +64,29 @@ class Pool:
                 del self._holders[page]
                 self._free.append(page)
 
+    def own(self, pages: list[int]) -> list[int]:
+        """The same pages to write into: those that others hold too are replaced by copies."""
+        shared = [page for page in pages if self._holders[page] > 1]
+        if not shared:
+            return pages
+        copies = dict(zip(shared, self.copy(shared), strict=True))
+        self.drop(shared)
+        return [copies.get(page, page) for page in pages]
+
+    def references(self) -> int:
+        """Holders of all pages together."""
+        return self._holders.total()
+
+    def shrink(self, spare: int) -> dict[int, int]:
+        """Give back the memory of free pages but ``spare`` of them. Returns the new numbers of the pages that are held."""
+        held = sorted(self._holders)
+        kept = held + self._free[:spare]
+        self.fields = {name: f[kept] for name, f in self.fields.items()}
+        moved = {old: new for new, old in enumerate(held)}
+        self._holders = Counter({moved[page]: count for page, count in self._holders.items()})
+        self._free = list(range(len(held), len(kept)))
+        return moved
+
     def copy(self, pages: list[int]) -> list[int]:
         """New pages with the same content."""
         fresh = self.take(len(pages))

@@ -31,23 +31,23 @@ def fork(layer: PagedLayer, rows: Sequence[int]) -> PagedLayer:
     other.head_dim, other.exact, other.packed = layer.head_dim, layer.exact, layer.packed
     for b in rows:
         row = layer.rows[b]
-        whole = len(row.exact_pages) - (row.length % PAGE_TOKENS != 0)
+        whole, end = (max(0, n - row.base) for n in (row.length // PAGE_TOKENS, -(-row.length // PAGE_TOKENS)))
         exact.share(row.exact_pages[:whole])
         if layer.packed is not None:
             layer.packed.share(row.packed_pages)
         twin = Row(row.length, row.packed, row.dropped)
-        twin.exact_pages = row.exact_pages[:whole] + exact.copy(row.exact_pages[whole:])
+        twin.exact_pages = row.exact_pages[:whole] + exact.copy(row.exact_pages[whole:end])
         twin.packed_pages = list(row.packed_pages)
         other.rows.append(twin)
     if layer.first is not None:
         other.first = (layer.first[0][list(rows)], layer.first[1][list(rows)])
+    other.reserve_capacity()
     return other
 
 
-def truncate(layer: PagedLayer, lengths: Sequence[int]) -> None:
-    """Take back tokens, down to these lengths. Within the newest ``recent`` tokens nothing is lost; a page that must be opened again
-    holds what it was packed to. Raises RequestError where a sliding window has dropped what would be seen again."""
-    exact, window = layer.pool(), layer.spec.window
+def check_truncate(layer: PagedLayer, lengths: Sequence[int]) -> None:
+    """Raises what ``truncate`` would, and changes nothing."""
+    window = layer.spec.window
     for row, length in zip(layer.rows, lengths, strict=True):
         if not 0 <= length <= row.length:
             raise RequestError(f"cannot take a sequence of {row.length} tokens back to {length}.")
@@ -55,6 +55,13 @@ def truncate(layer: PagedLayer, lengths: Sequence[int]) -> None:
             raise RequestError(
                 f"cannot take a sequence of {row.length} tokens back to {length}: the sliding window of {window} has dropped what it would see."
             )
+
+
+def truncate(layer: PagedLayer, lengths: Sequence[int]) -> None:
+    """Take back tokens, down to these lengths. Within the newest ``recent`` tokens nothing is lost; a page that must be opened again
+    holds what it was packed to. Raises RequestError where a sliding window has dropped what would be seen again."""
+    check_truncate(layer, lengths)
+    exact = layer.pool()
     for b, length in enumerate(lengths):
         row = layer.rows[b]
         keep = -(-length // PAGE_TOKENS)
@@ -62,6 +69,8 @@ def truncate(layer: PagedLayer, lengths: Sequence[int]) -> None:
             _reopen(layer, b, length)
         exact.drop(row.exact_pages[keep - row.base :] if keep >= row.base else row.exact_pages)
         row.exact_pages = row.exact_pages[: max(0, keep - row.base)]
+        if length % PAGE_TOKENS:  # written into next
+            row.exact_pages[-1:] = exact.own(row.exact_pages[-1:])
         row.length = length
 
 

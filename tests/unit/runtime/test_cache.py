@@ -307,3 +307,74 @@ def _step_by_table(
 def test_an_empty_layer_has_no_pages() -> None:
     with pytest.raises(RequestError, match="holds nothing"):
         PagedLayer(LayerSpec(torch.float32)).nbytes()
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_taking_back_into_a_shared_page_leaves_the_other_sequence_alone(bits: int) -> None:
+    cache = layer(bits)
+    fill(cache, *states(1, 128), [128])
+    before, twin = cache.read(), fork(cache, [0])
+    truncate(twin, [120])
+    fill(twin, *states(1, 4, seed=9), [4])
+    for old, new in zip(before, cache.read(), strict=True):
+        assert torch.equal(old, new)
+    assert cache.pool().in_use() == len({*cache.rows[0].exact_pages, *twin.rows[0].exact_pages})
+
+
+@pytest.mark.parametrize(("bits", "window"), [(4, None), (4, 70), (2, 200), (16, 70)])
+def test_leased_pages_that_come_round_belong_to_one_sequence(bits: int, window: int | None) -> None:
+    """Sequences that share their beginning, each going on by other tokens, a step at a time by page numbers alone."""
+    begin = layer(bits, window)
+    fill(begin, *states(1, 192), [192])
+    single, ahead = fork(begin, [0, 0]), fork(begin, [0, 0])
+    before = [row.packed for row in ahead.rows]
+    tables = lease(ahead, [192 + 200] * 2)
+    k, v = states(2, 200, seed=4)
+    for i in range(200):
+        new = k[:, :, i, None], v[:, :, i, None]
+        single.append(*new)
+        single.trim()
+        for b in range(2):
+            _step_by_table(ahead, b, 192 + i, before[b], tables, (new[0][b, :, 0], new[1][b, :, 0]))
+    settle(ahead, [192 + 200] * 2)
+    for found, wanted in zip(ahead.read(), single.read(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_cache_that_cannot_be_taken_back_is_unchanged_in_every_layer() -> None:
+    cache = KVCache([layer(16).spec, layer(16, window=100).spec])
+    for one in cache.layers:
+        fill(one, *states(1, 600), [600])
+    with pytest.raises(RequestError, match="sliding window of 100"):
+        cache.truncate([500])
+    assert [one.lengths for one in cache.layers] == [[600], [600]]
+
+
+@pytest.mark.parametrize(("bits", "window"), [(16, None), (16, 100), (4, None), (2, 100)])
+def test_what_a_long_step_needed_is_given_back(bits: int, window: int | None) -> None:
+    cache = layer(bits, window, capacity=600)
+    fill(cache, *states(2, 600), [600])
+    before, exact = cache.read(), cache.pool()
+    assert (exact.pages > exact.in_use() + 2) == (bits < 16 or window is not None)
+    cache.compact()
+    for old, new in zip(before, cache.read(), strict=True):
+        assert torch.equal(old, new)
+    assert exact.pages <= exact.in_use() + 2
+    twins = fork(cache, [0, 1])
+    fill(cache, *states(2, 100, seed=1), [100])
+    pages = exact.pages
+    cache.compact()  # the pages of the twins keep their numbers
+    assert exact.pages == pages
+    for old, new in zip(before, twins.read(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_a_fork_has_packed_pages_for_all_that_its_sequences_may_become() -> None:
+    cache = layer(4, capacity=1000)
+    fill(cache, *states(1, 512), [512])
+    twins = fork(cache, [0, 0, 0])
+    assert twins.packed is not None
+    pages = twins.packed.pages
+    for step in range(8):
+        fill(twins, *states(3, 61, seed=step), [61])
+    assert twins.packed.pages == pages

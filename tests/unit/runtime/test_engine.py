@@ -10,7 +10,7 @@ import torch
 
 from quantkit.errors import RequestError, UnsupportedModel
 from quantkit.runtime.attention import attention_modules, layer_windows, transformers_cache
-from quantkit.runtime.engine import PREFILL_TOKENS, pad_left, shared_tokens
+from quantkit.runtime.engine import PREFILL_TOKENS, _prefill, pad_left, shared_tokens
 from quantkit.runtime.model import Model
 from quantkit.runtime.sampling import GenerationOptions
 
@@ -237,6 +237,19 @@ def test_what_prompts_begin_with_is_read_once_and_shared(make: Make, kind: str, 
     assert seen[:3] == [(1, 512), (1, 64), (3, 29)] if bits == 16 else [(1, 512), (3, 93), (3, 1)]
     for prompt, answer in zip(prompts, together, strict=True):
         assert answer.tokens == model.generate(prompt, max_tokens=5, ignore_eos=True).tokens
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_the_memory_of_a_prompt_is_that_of_its_cache(make: Make, bits: int) -> None:
+    """Neither what a piece of 512 tokens needed on its way nor the pages of a shared beginning stay, but one page a sequence."""
+    model = make("llama", bits, max_position_embeddings=1024)
+    cache, _ = _prefill(model, [[*range(3, 250)] * 3 + [tail] for tail in (7, 8)], 743)
+    for layer in cache.layers:
+        held = [page for row in layer.rows for page in row.exact_pages]
+        assert layer.pool().in_use() == len(set(held))
+        assert layer.pool().pages <= len(set(held)) + 2 * len(layer.rows)
+    cache.select([0])
+    assert all(one.pool().in_use() == len(one.rows[0].exact_pages) for one in cache.layers)
 
 
 @pytest.mark.parametrize("bits", [16, 2])
