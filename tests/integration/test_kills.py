@@ -123,6 +123,14 @@ def test_kv_scales_rules_and_text_of_its_own_survive_kills(
 
 
 @pytest.mark.slow
+def test_bits_by_layer_survive_kills(
+    killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = dict(method="rtn", kv_budget=3.0, samples=2, seq_len=256)
+    killer(tmp_path / "k", tiny_original, calibration_text, moments=3, again=2, hard=1, **options)
+
+
+@pytest.mark.slow
 def test_a_kill_at_any_step(killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
     found = killer(
         tmp_path / "k", tiny_original, calibration_text, "events", moments=0, again=10, kv_bits=4, format="native"
