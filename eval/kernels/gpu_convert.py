@@ -66,7 +66,7 @@ STAGES = (
 ONCE = (
     ("plan", "quantkit.convert.run", "make_plan"),
     ("hash of the source", "quantkit.convert.resume", "job_of"),
-    ("embed", "quantkit.convert.run", "_Conversion._embed"),
+    ("embed", "quantkit.convert.run", "embed"),
     ("outside and copy", "quantkit.convert.run", "_Conversion._copy_plain"),
     ("assemble", "quantkit.checkpoint.writer", "CheckpointWriter.assemble"),
     ("verify", "quantkit.convert.run", "verify_folder"),

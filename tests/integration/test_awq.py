@@ -180,14 +180,14 @@ def test_statistics_that_are_not_finite_leave_one_fold_alone_and_are_noted(
 def test_a_spoiled_token_costs_no_fold(
     tiny_model: Path, tmp_path: Path, calibration_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embed = run._Conversion._embed
+    embed = run.embed
 
-    def spoiled(self: Any, stored: Any) -> Any:
-        states, *calls = embed(self, stored)
+    def spoiled(*args: Any) -> Any:
+        states, *calls = embed(*args)
         states[0][0, 5, 3] = float("nan")  # among the tokens that folds would be found with
         return states, *calls
 
-    monkeypatch.setattr(run._Conversion, "_embed", spoiled)
+    monkeypatch.setattr(run, "embed", spoiled)
     common: dict[str, Any] = dict(TEXT, samples=16, method="awq", format="native", calibration=str(calibration_text))
     plant_outliers(tiny_model)
     report = convert(tiny_model, tmp_path / "out", **common)

@@ -38,14 +38,14 @@ def convert(tiny_model: Path, calibration_text: Path, tmp_path: Path) -> Convert
 
 def plant_in_states(monkeypatch: pytest.MonkeyPatch, windows: int, value: float) -> None:
     """Token 5 of the first windows leaves the embedding with one bad entry."""
-    embed = run._Conversion._embed
+    embed = run.embed
 
-    def spoiled(self: Any, stored: Any) -> Any:
-        states, *calls = embed(self, stored)
+    def spoiled(*args: Any) -> Any:
+        states, *calls = embed(*args)
         states[0][:windows, 5, 3] = value
         return states, *calls
 
-    monkeypatch.setattr(run._Conversion, "_embed", spoiled)
+    monkeypatch.setattr(run, "embed", spoiled)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
