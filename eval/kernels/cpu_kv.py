@@ -119,7 +119,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--kv-bits", default="16,8,4,3,k4v2,2")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--torch-tokens", type=int, default=4, help="tokens of a round for torch alone; 0 leaves it out")
+    parser.add_argument(
+        "--torch-tokens", type=int, default=4, help="tokens of a round for torch alone; 0 leaves it out"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--note", default="", help="what else ran on the machine")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quantkit.core.kvscheme import PAGE_TOKENS
+from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme
 from quantkit.core.precision import exact_products
 from quantkit.errors import QuantkitError, QuantkitWarning
 from quantkit.runtime import workers
@@ -25,7 +25,7 @@ from quantkit.runtime.cache import KVCache
 from quantkit.runtime.family import MATRICES, Block, Family, recognise
 from quantkit.runtime.kernels.cpu_packed import HalfWeight, PlanarWeight, dense_fields
 from quantkit.runtime.linear import QuantLinear
-from quantkit.runtime.paged import PagedLayer, Row
+from quantkit.runtime.paged import LayerSpec, PagedLayer, Row
 
 MOST_GROUPS = 14  # of a value, each with a scale (``cpu_numba_parts.MOST_GROUPS``)
 MOST_SEQUENCES = 8  # beyond, the matrices are no longer bound by memory and torch's own multiply faster
@@ -137,7 +137,7 @@ class LeanStep:
         self._mixed = torch.empty(self._most, family.heads * family.head_dim)
         self._sent = torch.empty(self._most, self.hidden)
         self._acted = torch.empty(2, self._most, self.inner)
-        self._tables = [_Table() for _ in family.blocks]
+        self._seen = [_Seen() for _ in family.blocks]
         self._job = self._template()
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor | None:
@@ -212,26 +212,9 @@ class LeanStep:
     def _point_at(self, cache: KVCache) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The job with the addresses of this cache's pages."""
         k, job, after = self._codes, self._job, [n + 1 for n in cache.lengths]
-        for index, layer in enumerate(cache.layers):
+        for index, (layer, seen) in enumerate(zip(cache.layers, self._seen, strict=True)):
             layer.reserve(after)
-            fields, exact, table = job[k.FIRST_LAYER + index * k.LAYER :], layer.pool().fields, self._tables[index]
-            table.show(layer.rows)
-            fields[k.TABLE], fields[k.TABLE_STRIDE] = table.pages.ctypes.data, table.pages.shape[1]
-            fields[k.PACKED], fields[k.WINDOW] = table.packed.ctypes.data, layer.spec.window or 0
-            fields[k.KEY_POOL], fields[k.VALUE_POOL] = exact["keys"].data_ptr(), exact["values"].data_ptr()
-            fields[k.GROUPS] = 1
-            if layer.spec.packing is not None and layer.packed is not None and layer.first is not None:
-                scheme, packed = layer.spec.scheme, layer.packed.fields
-                fields[k.KEY_BITS], fields[k.VALUE_BITS] = scheme.keys, scheme.values
-                fields[k.KEY_CODES], fields[k.KEY_SCALES] = packed["keys"].data_ptr(), packed["key_scales"].data_ptr()
-                fields[k.VALUE_CODES], fields[k.VALUE_SCALES] = (
-                    packed["values"].data_ptr(),
-                    packed["value_scales"].data_ptr(),
-                )
-                fields[k.GROUPS], fields[k.FIRST_COUNT] = scheme.groups(layer.head_dim[1]), scheme.first
-                fields[k.FIRST_KEYS], fields[k.FIRST_VALUES] = (x.data_ptr() for x in layer.first)
-            else:
-                fields[k.FIRST_COUNT] = 0
+            seen.point(job[k.FIRST_LAYER + index * k.LAYER :], layer, k)
         return job
 
     def _lay_out(self, job: np.ndarray[Any, np.dtype[np.int64]], batch: int, length: int, parts: int) -> None:
@@ -246,7 +229,7 @@ class LeanStep:
             (k.S_NORM, batch * self.hidden * 4),
             (k.S_QUERY, sharing * dim),
             (k.S_KEY, dim),
-            (k.S_BIAS, sharing * 4),
+            (k.S_BIAS, 2 * sharing * 4),
             (k.S_SCORES, sharing * chunk * 4),
             (k.S_ROWS, k.ROWS_AT_ONCE * dim),
             (k.S_WEIGHTS, k.MOST_GROUPS * sharing * PAGE_TOKENS * 4),
@@ -264,22 +247,52 @@ class LeanStep:
         job[k.PARTIALS] = job[k.SCRATCH] + parts * at
 
 
-class _Table:
-    """Where the pages of a layer's sequences are, as the kernel reads it; made anew when it has changed."""
+class _Seen:
+    """What a layer's fields in the job point at; they are written again when it has changed."""
 
     def __init__(self) -> None:
-        self.pages = np.zeros((0, 0), dtype=np.int64)  # [batch, pages]: packed ones first, then exact ones
-        self.packed = np.zeros(0, dtype=np.int64)  # pages at the front of each sequence that are packed
-        self._shown: list[tuple[int, int, list[int], list[int]]] = []
+        self._pages = np.zeros((0, 0), dtype=np.int64)  # [batch, pages]: packed ones first, then exact ones
+        self._packed = np.zeros(0, dtype=np.int64)  # pages at the front of each sequence that are packed
+        self._rows: list[tuple[int, int, list[int], list[int]]] = []
+        self._spec: LayerSpec | None = None
+        self._at: list[int] = []
 
-    def show(self, rows: Sequence[Row]) -> None:
-        now = [(row.packed, row.dropped, row.packed_pages, row.exact_pages) for row in rows]
-        if now == self._shown:
+    def point(self, fields: np.ndarray[Any, np.dtype[np.int64]], layer: PagedLayer, k: Any) -> None:
+        """k: the module that names the fields."""
+        tensors = list(layer.pool().fields.values())
+        if layer.packed is not None and layer.first is not None:
+            tensors += [*layer.packed.fields.values(), *layer.first]
+        at = [x.data_ptr() for x in tensors]
+        rows = [(row.packed, row.dropped, row.packed_pages, row.exact_pages) for row in layer.rows]
+        if rows == self._rows and at == self._at and layer.spec is self._spec:
             return
-        self._shown = [(packed, dropped, list(old), list(new)) for packed, dropped, old, new in now]
+        self._show(layer.rows)
+        self._rows = [(packed, dropped, list(old), list(new)) for packed, dropped, old, new in rows]
+        self._at, self._spec = at, layer.spec
+        fields[k.TABLE], fields[k.TABLE_STRIDE] = self._pages.ctypes.data, self._pages.shape[1]
+        fields[k.PACKED], fields[k.WINDOW] = self._packed.ctypes.data, layer.spec.window or 0
+        scheme = layer.spec.scheme
+        names = {
+            "keys": k.KEY_CODES,
+            "key_scales": k.KEY_SCALES,
+            "values": k.VALUE_CODES,
+            "value_scales": k.VALUE_SCALES,
+        }
+        fields[k.GROUPS], fields[k.FIRST_COUNT] = 1, 0
+        if layer.packed is not None and layer.first is not None:
+            fields[k.KEY_BITS], fields[k.VALUE_BITS] = scheme.keys, scheme.values
+            fields[k.GROUPS], fields[k.FIRST_COUNT] = scheme.groups(layer.head_dim[1]), scheme.first
+            fields[k.FIRST_KEYS], fields[k.FIRST_VALUES] = (x.data_ptr() for x in layer.first)
+            for name, x in layer.packed.fields.items():
+                fields[names[name]] = x.data_ptr()
+        exact = layer.pool().fields
+        fields[k.KEY_POOL], fields[k.VALUE_POOL] = exact["keys"].data_ptr(), exact["values"].data_ptr()
+
+    def _show(self, rows: Sequence[Row]) -> None:
         width = max(row.base + len(row.exact_pages) for row in rows)
-        self.pages, self.packed = np.zeros((len(rows), width), dtype=np.int64), np.array([row.packed for row in rows])
-        for line, row in zip(self.pages, rows, strict=True):
+        self._pages = np.zeros((len(rows), width), dtype=np.int64)
+        self._packed = np.array([row.packed for row in rows], dtype=np.int64)
+        for line, row in zip(self._pages, rows, strict=True):
             line[row.dropped : row.dropped + len(row.packed_pages)] = row.packed_pages
             line[row.base : row.base + len(row.exact_pages)] = row.exact_pages
 
@@ -290,11 +303,14 @@ def _bits(value: float) -> int:
 
 def _readable(layer: PagedLayer) -> bool:
     """Whether the step reads this layer's pages: float32 as it comes, or both keys and values packed with online scales."""
-    spec, (keys, values) = layer.spec, layer.head_dim
-    if not layer.length or spec.dtype != torch.float32 or keys != values:
+    keys, values = layer.head_dim
+    if not layer.length or layer.spec.dtype != torch.float32 or keys != values:
         return False
-    scheme, groups = spec.scheme, spec.scheme.groups(values)
-    if not scheme.quantized:
-        return True
+    return layer.spec.packing is None or _unpackable(layer.spec.packing.scheme, values)
+
+
+@lru_cache(maxsize=64)
+def _unpackable(scheme: KVScheme, head_dim: int) -> bool:
+    groups = scheme.groups(head_dim)
     narrow = max(scheme.keys, scheme.values) < 16 and scheme.scales == "online"
-    return narrow and groups <= MOST_GROUPS and values // groups % 8 == 0
+    return narrow and groups <= MOST_GROUPS and head_dim // groups % 8 == 0

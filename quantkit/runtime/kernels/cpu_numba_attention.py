@@ -255,54 +255,67 @@ def _queries(job, layer, own, sequence, head, sharing, position):
 def score_page(job, layer, own, sequence, kv, g, low, high, out, out_stride):
     """Scores of tokens low to high of a sequence's page g."""
     dim, page, kv_heads, sharing = job[HEAD_DIM], job[PAGE], job[KV_HEADS], job[HEADS] // job[KV_HEADS]
-    query, bias = own + job[S_QUERY], own + job[S_BIAS]
+    query, none, bias, scales = (
+        own + job[S_QUERY],
+        own + job[S_BIAS],
+        own + job[S_BIAS] + sharing * 4,
+        own + job[S_SCALES],
+    )
+    place, folded, width = (
+        number(layer, sequence, g) * kv_heads + kv,
+        own + job[S_FOLDED],
+        row_bytes(layer[KEY_BITS], dim),
+    )
+    exact = g >= load_i64(layer[PACKED], sequence)
+    first = layer[FIRST_COUNT] if g == 0 else np.int64(0)
     for h in range(sharing):
-        store_f32(bias, h, ZERO)
-    place = number(layer, sequence, g) * kv_heads + kv
-    if g >= load_i64(layer[PACKED], sequence):
-        rows = layer[KEY_POOL] + (place * page + low) * dim * 4
-        dots(rows, dim * 4, high - low, query, sharing, dim, bias, out, out_stride)
-        return
-    if g == 0 and low < layer[FIRST_COUNT]:
-        exact = min(high, layer[FIRST_COUNT]) - low
-        rows = layer[FIRST_KEYS] + ((sequence * kv_heads + kv) * layer[FIRST_COUNT] + low) * dim * 4
-        dots(rows, dim * 4, exact, query, sharing, dim, bias, out, out_stride)
-        low, out = low + exact, out + exact * 4
-    scales, folded, rows = own + job[S_SCALES], own + job[S_FOLDED], own + job[S_ROWS]
-    halves(layer[KEY_SCALES] + place * dim * 4, scales, dim // 4)
-    for h in range(sharing):
-        store_f32(bias, h, fold(query + h * dim * 4, scales, scales + dim * 4, folded + h * dim * 4, dim // 8))
-    width = row_bytes(layer[KEY_BITS], dim)
-    for at in range(low, high, ROWS_AT_ONCE):
-        count = min(high - at, ROWS_AT_ONCE)
-        decode(layer[KEY_BITS], layer[KEY_CODES] + (place * page + at) * width, count, dim, rows)
-        dots(rows, dim * 4, count, folded, sharing, dim, bias, out + (at - low) * 4, out_stride)
+        store_f32(none, h, ZERO)
+    if not exact:
+        halves(layer[KEY_SCALES] + place * dim * 4, scales, dim // 4)
+        for h in range(sharing):
+            store_f32(bias, h, fold(query + h * dim * 4, scales, scales + dim * 4, folded + h * dim * 4, dim // 8))
+    at = low
+    while at < high:
+        count, q, c = high - at, query, none
+        if exact:
+            rows = layer[KEY_POOL] + (place * page + at) * dim * 4
+        elif at < first:
+            count = min(count, first - at)
+            rows = layer[FIRST_KEYS] + ((sequence * kv_heads + kv) * first + at) * dim * 4
+        else:
+            count, rows, q, c = min(count, ROWS_AT_ONCE), own + job[S_ROWS], folded, bias
+            decode(layer[KEY_BITS], layer[KEY_CODES] + (place * page + at) * width, count, dim, rows)
+        dots(rows, dim * 4, count, q, sharing, dim, c, out + (at - low) * 4, out_stride)
+        at += count
 
 
 @jit
 def mix_page(job, layer, own, sequence, kv, g, low, high, w, w_stride, out, out_stride):
     """Add the values of tokens low to high of a sequence's page g, weighted, to partial results at ``out``."""
     dim, page, kv_heads, sharing = job[HEAD_DIM], job[PAGE], job[KV_HEADS], job[HEADS] // job[KV_HEADS]
-    place, plain = number(layer, sequence, g) * kv_heads + kv, out + HEADER * 4
-    if g >= load_i64(layer[PACKED], sequence):
-        rows = layer[VALUE_POOL] + (place * page + low) * dim * 4
-        mix(rows, dim * 4, high - low, w, w_stride, sharing, plain, out_stride, dim)
-        return
-    if g == 0 and low < layer[FIRST_COUNT]:
-        exact = min(high, layer[FIRST_COUNT]) - low
-        rows = layer[FIRST_VALUES] + ((sequence * kv_heads + kv) * layer[FIRST_COUNT] + low) * dim * 4
-        mix(rows, dim * 4, exact, w, w_stride, sharing, plain, out_stride, dim)
-        low, w = low + exact, w + exact * 4
-    groups, turned, rows = layer[GROUPS], plain + dim * 4, own + job[S_ROWS]
-    weigh(job, layer, own, place, low, high, w, w_stride, out, out_stride)
-    width, row = dim // groups, row_bytes(layer[VALUE_BITS], dim)
-    for at in range(low, high, ROWS_AT_ONCE):
-        count = min(high - at, ROWS_AT_ONCE)
-        decode(layer[VALUE_BITS], layer[VALUE_CODES] + (place * page + at) * row, count, dim, rows)
+    place, plain, row = number(layer, sequence, g) * kv_heads + kv, out + HEADER * 4, row_bytes(layer[VALUE_BITS], dim)
+    exact = g >= load_i64(layer[PACKED], sequence)
+    first = layer[FIRST_COUNT] if g == 0 else np.int64(0)
+    start = max(low, first)
+    if not exact and start < high:
+        weigh(job, layer, own, place, start, high, w + (start - low) * 4, w_stride, out, out_stride)
+    at = low
+    while at < high:
+        count, groups, x, stride, to = high - at, np.int64(1), w + (at - low) * 4, w_stride, plain
+        if exact:
+            rows = layer[VALUE_POOL] + (place * page + at) * dim * 4
+        elif at < first:
+            count = min(count, first - at)
+            rows = layer[FIRST_VALUES] + ((sequence * kv_heads + kv) * first + at) * dim * 4
+        else:
+            count, groups, rows, to = min(count, ROWS_AT_ONCE), layer[GROUPS], own + job[S_ROWS], plain + dim * 4
+            x, stride = own + job[S_WEIGHTS] + (at - start) * 4, page * 4
+            decode(layer[VALUE_BITS], layer[VALUE_CODES] + (place * page + at) * row, count, dim, rows)
+        width = dim // groups
         for group in range(groups):
-            weights = own + job[S_WEIGHTS] + (group * sharing * page + at - low) * 4
-            shift = group * width * 4
-            mix(rows + shift, dim * 4, count, weights, page * 4, sharing, turned + shift, out_stride, width)
+            part, weights = group * width * 4, x + group * sharing * page * 4
+            mix(rows + part, dim * 4, count, weights, stride, sharing, to + part, out_stride, width)
+        at += count
 
 
 @jit
