@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from numba import carray
 
 from quantkit.runtime.kernels.cpu_numba import (
@@ -76,7 +77,7 @@ def post(control, job, parts):
 @jit
 def finish(control, parts):
     """The caller's share, then wait for the others."""
-    execute(control, 0, parts)
+    execute(control, np.int64(0), parts)  # a literal would be a type of its own, and all of it compiled twice
     looks = 0
     while atomic_load(control + DONE) != parts - 1:
         looks += 1
