@@ -70,7 +70,7 @@ class Slot:
         self.rows, self.tokens, self.step, self.head = rows, tokens, step, head
         self.lent = Lent(rows, tokens, specs, step.heads.dim, device)
         ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self.state = State(ids, self.lent, step.workspace(rows), step.reach(tokens))
+        self.state = State(ids, self.lent, step.workspace(rows, specs), step.reach(tokens))
         self.choices = Choices(rows, device)
         self.uniform = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
         self.chosen = torch.zeros(1, dtype=torch.int64, device=device)  # tokens chosen since ``fill``

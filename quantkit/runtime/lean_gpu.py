@@ -1,6 +1,6 @@
 """Decoding on a GPU by few kernels: a step of a recognised model that waits for nothing on the host.
 
-Eight launches a layer: norm (with the addition before it), q/k/v, rotary with the cache write, attention, o, norm, gate/up with the activation,
+One launch that packs pages that have become old, in all layers, then eight launches a layer: norm (with the addition before it), q/k/v, rotary with the cache write, attention, o, norm, gate/up with the activation,
 down. Where the siblings are not joined (``siblings.py``), or are not packed for Triton, a few more. The residual is float32. Positions, padding
 and the addresses of pages are read from device memory, and nothing that Python does depends on them: so ``forward`` can be captured
 (``ahead.py``). The transformers definition stays what runs prompts and every other model; a recognised one is taken only after its random
@@ -41,6 +41,7 @@ WIDEST_HEAD = {
     torch.float32: 128,
 }  # a page of keys and values in shared memory
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+MOST_ROWS = 64  # queries of a key head times groups of a packed value
 FIRST_POSITIONS = 2048  # angles that are made at first
 
 
@@ -117,6 +118,7 @@ class GpuStep:
         self.heads = Heads(family.heads, family.kv_heads, family.head_dim, family.scaling)
         self._kernels = import_module("quantkit.runtime.kernels.triton_step")
         self._attention = import_module("quantkit.runtime.kernels.triton_attention")
+        self._packing = import_module("quantkit.runtime.kernels.triton_pack")
         self._dense = [
             [join_dense([block.linears[name] for name in names]) for names in (QKV, GATE_UP)] for block in family.blocks
         ]
@@ -133,18 +135,21 @@ class GpuStep:
             return None
         lent = Lent(len(ids), cache.length + 1, specs, self.heads.dim, self.device)
         lent.fill(cache)
-        hidden = self.forward(State(ids, lent, self.workspace(len(ids)), self.reach(cache.length + 1)))
+        hidden = self.forward(State(ids, lent, self.workspace(len(ids), specs), self.reach(cache.length + 1)))
         for layer in cache.layers:
             layer.advance(1)
         return hidden
 
-    def workspace(self, sequences: int) -> Any:
-        """For that many sequences."""
-        return self._attention.Workspace(sequences, self.heads, processors(self.device), self.device)
+    def workspace(self, sequences: int, specs: Sequence[LayerSpec]) -> Any:
+        """For that many sequences and such layers."""
+        groups = [spec.scheme.groups(self.heads.dim) for spec in specs if spec.packing is not None]
+        return self._attention.Workspace(
+            sequences, self.heads, processors(self.device), self.device, max(groups, default=0)
+        )
 
     def reads(self, specs: Sequence[LayerSpec]) -> bool:
-        """Whether the kernels read such pages: exact ones in the step's dtype."""
-        return all(spec.dtype == self.dtype and spec.packing is None for spec in specs)
+        """Whether the kernels read such pages (``unread``)."""
+        return not any(unread(spec, self.dtype, self.heads) for spec in specs)
 
     def reach(self, positions: int) -> Mapping[str | None, tuple[Tensor, Tensor]]:
         """Angles for that many positions at least."""
@@ -159,6 +164,8 @@ class GpuStep:
     def forward(self, state: State) -> Tensor:
         """Final hidden states ``[sequences, 1, hidden]``; keys and values are written. Waits for nothing; capturable."""
         family, add_norm = self.family, self._kernels.add_norm
+        for job in state.lent.jobs:
+            self._packing.pack(job, self.heads, self.dtype, state.space.turn)
         residual = family.embedding(state.ids)[:, 0].float().contiguous()
         delta: Tensor | None = None
         after: Tensor | None = None
@@ -232,3 +239,20 @@ def pair_of(gate: nn.Module, up: nn.Module) -> tuple[TritonWeight, Tensor | None
     pair = copy.copy(weight)  # the same bricks
     pair.pair = rows
     return pair, together.bias
+
+
+def unread(spec: LayerSpec, dtype: torch.dtype, heads: Heads) -> str:
+    """Why the kernels cannot read a layer's pages; empty if they can: exact pages in the step's dtype, packed ones with online scales."""
+    if spec.dtype != dtype:
+        return f"its pages are {spec.dtype}, the step computes in {dtype}"
+    if spec.packing is None:
+        return ""
+    scheme = spec.scheme
+    if scheme.scales != "online":
+        return f"its packed pages have {scheme.scales} scales (online ones are read)"
+    width = scheme.width(heads.dim)
+    if heads.dim % 16 or width % 8:
+        return f"packed heads of {heads.dim} channels in groups of {width} are not read (multiples of 16 and 8 are)"
+    if heads.query // heads.kv * scheme.groups(heads.dim) > MOST_ROWS:
+        return f"{heads.query // heads.kv} queries a key head with {scheme.groups(heads.dim)} groups of channels are more than {MOST_ROWS}"
+    return ""

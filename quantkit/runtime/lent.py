@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.core.kvscheme import PAGE_TOKENS
 from quantkit.runtime.cache import KVCache
-from quantkit.runtime.kernels.step import FIELDS, PackedPages, Pages
+from quantkit.runtime.kernels.step import FIELDS, PackedPages, PackJob, Pages
 from quantkit.runtime.lease import lease
 from quantkit.runtime.paged import LayerSpec, PagedLayer
 
@@ -18,7 +18,8 @@ class Lent:
     """Tables and addresses for ``rows`` sequences of up to ``tokens`` positions. ``layers``: a ``Pages`` each, views of the tensors here.
 
     pads: int32 ``[rows]``, -1 where there is no sequence. length: int32 ``[1]``. exact, packed: int64 ``[layers, rows, pages]``. done: int32
-    ``[layers, rows]``. pools: int64 ``[layers, 2]``, fields: int64 ``[layers, 6]`` (``kernels/step.py`` says what they hold).
+    ``[layers, rows]``. pools: int64 ``[layers, 2]``, fields: int64 ``[layers, 6]`` (``kernels/step.py`` says what they hold). jobs: what may have
+    to be packed at the beginning of a step.
     """
 
     def __init__(self, rows: int, tokens: int, specs: Sequence[LayerSpec], dim: int, device: torch.device) -> None:
@@ -30,7 +31,9 @@ class Lent:
         self.done = torch.zeros(count, rows, dtype=torch.int32, device=device)
         self.pools = torch.zeros(count, 2, dtype=torch.int64, device=device)
         self.fields = torch.zeros(count, 6, dtype=torch.int64, device=device)
+        self.windows = torch.tensor([spec.window or 0 for spec in specs], dtype=torch.int32).to(device)
         self.layers = [self._layer(i, spec, dim) for i, spec in enumerate(specs)]
+        self.jobs = self._jobs()
 
     def _layer(self, i: int, spec: LayerSpec, dim: int) -> Pages:
         packed = None
@@ -40,6 +43,19 @@ class Lent:
                 self.packed[i], self.done[i], self.fields[i], s.keys, s.values, s.groups(dim), s.recent, s.first
             )
         return Pages(self.pads, self.length, self.exact[i], self.pools[i], spec.window or 0, packed)
+
+    def _jobs(self) -> list[PackJob]:
+        """Layers that are packed alike, together."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            if layer.packed is not None:
+                p = layer.packed
+                alike.setdefault((p.keys, p.values, p.groups, p.recent, p.first), []).append(i)
+        shared = self.pads, self.length, self.exact, self.packed, self.done, self.pools, self.fields, self.windows
+        return [
+            PackJob(torch.tensor(index, dtype=torch.int32).to(self.pads.device), *shared, *kind)
+            for kind, index in alike.items()
+        ]
 
     def fill(self, cache: KVCache, until: int | None = None) -> None:
         """Point at a cache, with pages for positions up to ``until`` of its longest sequence, lent (``lease.py``); None: for the next token only,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from step_cases import check_rotary, noise, pages_of
+from step_cases import check_pack, check_rotary, noise, packed_of, pages_of
 from triton_cases import INTERPRETED, passes_in_the_interpreter
 
+from quantkit.core.kvscheme import KVScheme
 from quantkit.runtime.kernels import step
 from quantkit.runtime.kernels.step import Heads
 
@@ -18,9 +19,10 @@ CLOSE = {
 
 if not INTERPRETED:
 
-    def test_in_the_interpreter() -> None:
+    @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_in_the_interpreter(chosen: str) -> None:
         pytest.importorskip("triton")
-        passes_in_the_interpreter(__file__)
+        passes_in_the_interpreter(__file__, "-m", chosen)
 
 else:
 
@@ -83,6 +85,45 @@ else:
         torch.testing.assert_close(found, expected, **CLOSE[dtype])
         assert torch.equal(attend(q, pages, heads, space), found)
         assert not bool(space.lock.any())
+
+    @pytest.mark.parametrize(
+        ("bits", "dim", "length", "window", "dtype"),
+        [
+            (4, 48, 200, 0, F32), ("k4v2", 32, 200, 0, BF16), (4, 16, 260, 100, F32),
+            *(pytest.param(*more, marks=pytest.mark.slow) for more in (
+                (8, 48, 300, 0, F32), (3, 32, 300, 0, F32), (2, 64, 400, 0, F32), ("k16v4", 32, 200, 0, F32), ("k8v16", 32, 200, 0, F32),
+                (4, 128, 300, 0, BF16), (4, 32, 130, 0, F32), (3, 64, 300, 0, BF16), (8, 64, 300, 0, BF16),
+            )),
+        ],
+    )  # fmt: skip
+    def test_attention_over_packed_pages(
+        bits: int | str, dim: int, length: int, window: int, dtype: torch.dtype
+    ) -> None:
+        from quantkit.runtime.kernels.triton_attention import Workspace, attend
+
+        heads = Heads(6, 2, dim, dim**-0.5)
+        scheme = KVScheme.of(bits)
+        pages, stored = packed_of([0, 70, -1], length, heads, dtype, "cpu", scheme, window=window)
+        q = noise(3, 6, dim, seed=1).to(dtype)
+        expected = step.attend(q, pages, heads, stored)
+        space = Workspace(3, heads, 6, q.device, scheme.groups(dim))
+        assert space.parts == 4
+        found = attend(q, pages, heads, space)
+        torch.testing.assert_close(found, expected, **CLOSE[dtype])
+        assert torch.equal(attend(q, pages, heads, space), found)
+        assert not bool(space.lock.any())
+
+    @pytest.mark.parametrize(
+        ("bits", "dim", "dtype"),
+        [
+            (4, 48, F32), (3, 16, F32),
+            *(pytest.param(*more, marks=pytest.mark.slow) for more in (
+                (8, 32, BF16), ("k4v2", 32, F32), (3, 32, F32), (2, 128, BF16), ("k16v4", 32, F32), ("k8v16", 32, F32),
+            )),
+        ],
+    )  # fmt: skip
+    def test_the_page_that_becomes_old_is_packed(bits: int | str, dim: int, dtype: torch.dtype) -> None:
+        check_pack(KVScheme.of(bits), dim, dtype, "cpu")
 
     def test_attention_leaves_alone_what_is_no_sequence() -> None:
         from quantkit.runtime.kernels.triton_attention import Workspace, attend

@@ -67,6 +67,28 @@ class Pages:
 
 
 @dataclass(frozen=True)
+class PackJob:
+    """Layers whose pages are packed alike. index: int32 ``[layers of the job]``, their numbers among all. The other tensors are those of
+    ``Pages`` and ``PackedPages`` for all layers: exact, packed: int64 ``[layers, sequences, pages]``; done: int32 ``[layers, sequences]``; pools:
+    int64 ``[layers, 2]``; fields: int64 ``[layers, 6]``; windows: int32 ``[layers]``."""
+
+    index: Tensor
+    pads: Tensor
+    length: Tensor
+    exact: Tensor
+    packed: Tensor
+    done: Tensor
+    pools: Tensor
+    fields: Tensor
+    windows: Tensor
+    keys: int
+    values: int
+    groups: int
+    recent: int
+    first: int
+
+
+@dataclass(frozen=True)
 class Stored:
     """What the addresses of ``Pages`` point at, for the definitions here."""
 

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 
 POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "work": "*fp32", "lock": "*i32", "index": "*i64",
             "codes": "*i8", "weights": "*i8", "x_scales": "*fp32", "w_scales": "*fp16", "eps": "fp32", "scaling": "fp32",
-            **dict.fromkeys(("pads", "length", "done"), "*i32"), **dict.fromkeys(("table", "packed", "pools", "fields"), "*i64"),
+            **dict.fromkeys(("pads", "length", "done"), "*i32"), "turn": "*fp16", "scratch": "*fp32", **dict.fromkeys(("table", "packed", "pools", "fields"), "*i64"),
             **dict.fromkeys(("sums", "residual", "after", "weight"), "*fp32"),
             **dict.fromkeys(("q_norm", "k_norm", "cos", "sin"), "*fp32")}  # fmt: skip
 ALIGNED = (
@@ -290,6 +290,27 @@ def test_rotary_and_the_cache_write_stay_in_registers(arch: int) -> None:
         check(compiled(rotary_cache_kernel, {**HEADS, **more}, arch, 1), arch)
 
 
+def attention(
+    dim: int, dtype: str, arch: int, kb: int = 0, vb: int = 0, kv_heads: int = 8
+) -> tuple[dict[str, Any], str]:
+    """What runs on 32 query heads."""
+    import torch
+
+    from quantkit.runtime.kernels.triton_attention import attention_kernel, shape_of_launch
+
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    shared = 32 // kv_heads
+    groups = max(1, dim // 64) if 0 < vb < 16 else 1
+    warps, stages = shape_of_launch(dim, torch_dtype, kb > 0, max(16, shared * groups))
+    constants = {
+        "HEADS": 32, "KV_HEADS": kv_heads, "DIM": dim, "GQ": shared, "BLOCK_G": max(16, shared), "BLOCK_M": max(16, shared * groups),
+        "WIDE": dim, "PARTS": 32, "KB": kb, "VB": vb, "GROUPS": groups, "FIRST": 4 if kb else 0, "TURN": dim**-0.5 if 0 < vb < 16 else 0.0,
+        "PRECISION": "tf32x3" if dtype == "fp32" else "", "STAGES": stages,
+    }  # fmt: skip
+    result = compiled(attention_kernel, constants, arch, warps, dtype)
+    return result, result["asm"]["ptx"]
+
+
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize(
     ("dim", "dtype"),
@@ -301,18 +322,32 @@ def test_rotary_and_the_cache_write_stay_in_registers(arch: int) -> None:
     ],
 )  # fmt: skip
 def test_attention_over_pages_compiles_without_spills(dim: int, dtype: str, arch: int) -> None:
-    import torch
-
-    from quantkit.runtime.kernels.triton_attention import attention_kernel, shape_of_launch
-
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    warps, stages = shape_of_launch(dim, torch_dtype)
-    constants = {
-        **HEADS, "DIM": dim, "BLOCK_G": 16, "WIDE": dim, "PARTS": 32, "PRECISION": "tf32x3" if dtype == "fp32" else "", "STAGES": stages,
-    }  # fmt: skip
-    result = compiled(attention_kernel, constants, arch, warps, dtype)
+    result, ptx = attention(dim, dtype, arch)
     check(result, arch)
-    assert re.search(r"mma[.\w]*\.m16n8k", result["asm"]["ptx"])  # a key head's queries on matrix units
+    assert re.search(r"mma[.\w]*\.m16n8k", ptx)  # a key head's queries on matrix units
     one = "b32" if dtype == "fp32" else "b16"
-    alone = len(re.findall(rf"ld\.global\.{one}\b", result["asm"]["ptx"]))
+    alone = len(re.findall(rf"ld\.global\.{one}\b", ptx))
     assert alone < 16, alone  # 128 and more where pages are loaded element by element
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize(
+    ("kb", "vb", "dim", "kv_heads", "dtype"),
+    [
+        (4, 4, 128, 4, "bf16"),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in (
+            (8, 8, 128, 4, "bf16"), (4, 2, 128, 8, "bf16"), (3, 3, 128, 8, "bf16"), (2, 2, 128, 8, "bf16"), (4, 16, 128, 8, "bf16"),
+            (16, 4, 128, 8, "bf16"), (4, 4, 64, 8, "bf16"), (4, 4, 256, 16, "bf16"), (8, 8, 256, 16, "bf16"), (4, 4, 128, 32, "fp16"),
+            (4, 4, 128, 1, "bf16"),
+        )),
+    ],
+)  # fmt: skip
+def test_attention_over_packed_pages_compiles_without_spills(
+    kb: int, vb: int, dim: int, kv_heads: int, dtype: str, arch: int
+) -> None:
+    result, ptx = attention(dim, dtype, arch, kb, vb, kv_heads)
+    check(result, arch)
+    if (kb, vb, dtype) == (4, 4, "bf16"):
+        assert "and.b32" in ptx
+        assert not re.search(r"cvt\.rn\.f(16|32)\.[su](8|16)|cvt\.rn\.f16\.[su]32", ptx)  # no code is converted
+        assert len(re.findall(r"ldmatrix[.\w]*\.trans", ptx)) >= 2
