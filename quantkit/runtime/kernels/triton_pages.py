@@ -25,7 +25,7 @@ the machine code for sm_90: 1230 a page with 2 warps, 1580 with 4; on 528 schedu
 while their bytes take 20 us at 4.3 TB/s. Not yet measured on a GPU. float32 models take ``code`` as float32.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, no-redef, assignment, misc"
 # ruff: noqa: RUF005, SIM300
 # (functions under triton.jit are not Python: they cannot unpack tuples)
 from __future__ import annotations
