@@ -27,6 +27,7 @@ class Generation:
     tokens: generated ids, the end token excluded, those of a stop string included. finish_reason: "stop" (end token,
     stop token or stop string) or "length" (max_tokens). time_to_first_token and inter_token_latencies in seconds, as this
     prompt saw them (a batch shares them). tokens_per_second: of the decode phase, this sequence alone; 0 for a single token.
+    kv_cache_bytes: of cache pages in use when it ended, the mean of the sequences that were left then; shared pages count once.
     """
 
     text: str

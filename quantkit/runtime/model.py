@@ -70,7 +70,9 @@ class Model:
         from quantkit.runtime.lean_gpu import gpu_step
 
         step, reason = gpu_step(self.module, self.config, self.dtype, self.device)
-        if step is None:
+        if step is not None and not step.reads(self._specs):
+            reason = f"its short step does not read a KV cache of {self.kv_bits} bits with {self.kv_plan.scheme.scales} scales"
+        if reason:
             warnings.warn(
                 f"decoding on the GPU runs the transformers definition, launch by launch, without a CUDA graph: {reason}.",
                 QuantkitWarning,
@@ -94,9 +96,10 @@ class Model:
     @property
     def decoding(self) -> str:
         """How a token is made: "graph" (captured steps), "lean" (the short step, launched), "definition" (transformers)."""
-        if self.loop is not None and not self.loop.broken:
-            return "graph"
-        return "definition" if self.lean is None else "lean"
+        step = self.lean
+        if step is None or (hasattr(step, "reads") and not step.reads(self._specs)):
+            return "definition"
+        return "graph" if self.loop is not None and not self.loop.broken else "lean"
 
     @property
     def vocabulary(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.core import kvpages as numbers
 from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme, LayerScales, row_bytes
-from quantkit.errors import RequestError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime.pool import Fields
 
 
@@ -38,6 +38,12 @@ class Packing:
             )
 
     def fields(self, kv_heads: int, key_dim: int, value_dim: int) -> Fields:
+        """By name, what a page holds. Raises CheckpointError where the static scales are for keys and values of another shape."""
+        if self.static is not None and self.static.k_scale.shape != (kv_heads, key_dim):
+            raise CheckpointError(
+                f"the stored KV scales are for {list(self.static.k_scale.shape)} heads and channels, this model caches {[kv_heads, key_dim]}. "
+                "Convert again with --kv-bits."
+            )
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, bits, dim in (("keys", self.scheme.keys, key_dim), ("values", self.scheme.values, value_dim)):
             if bits == 16:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.core.kvpages import decode_keys, decode_values, encode_keys, encode_values, rotate
 from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme, LayerScales
-from quantkit.errors import RequestError
+from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime.cache import KVCache
 from quantkit.runtime.lease import lease, settle
 from quantkit.runtime.paged import LayerSpec, PagedLayer, layer_spec
@@ -245,6 +245,10 @@ def test_static_scales_are_used_and_their_absence_is_refused() -> None:
     )
     with pytest.raises(RequestError, match="no calibrated scales"):
         layer_spec(KVScheme.of(4, "static"), None, torch.float32, CPU, None)
+    with pytest.raises(
+        CheckpointError, match=rf"for \[{HEADS}, {DIM}\] heads and channels, this model caches \[{HEADS}, 8\]"
+    ):
+        PagedLayer(spec).append(k[..., :8], v[..., :8])
 
 
 def test_fp8_rounds_to_three_bits_of_mantissa() -> None:

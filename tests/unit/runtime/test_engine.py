@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +214,13 @@ def test_a_long_prompt_is_read_in_pieces(make: Make, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("quantkit.runtime.engine.PREFILL_TOKENS", 48)
     pieces = model.generate(["a" * 170, "bc" * 40], max_tokens=10, ignore_eos=True)
     assert [a.tokens for a in pieces] == [a.tokens for a in whole]
+
+
+def test_how_a_token_is_made_is_told_by_what_the_short_step_reads(make: Make) -> None:
+    for bits, read in ((16, True), (4, False)):
+        model = make("llama", bits)
+        model.__dict__["lean"] = SimpleNamespace(reads=lambda specs: all(one.packing is None for one in specs))
+        assert model.decoding == ("lean" if read else "definition")
 
 
 def test_equal_prompts_need_no_padding() -> None:
