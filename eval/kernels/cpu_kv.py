@@ -84,7 +84,7 @@ def engines(options: argparse.Namespace, *, numba: bool) -> list[Engine]:
 
 @torch.inference_mode()
 def filled(model: Model, tokens: int) -> KVCache:
-    cache = model.new_cache(tokens + 64)
+    cache = model.new_cache(tokens + 192)
     config, first = model.module.config, cache.layers[0]
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

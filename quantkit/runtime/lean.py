@@ -159,6 +159,10 @@ class LeanStep:
             layer.advance(1)
         return result[:, None]
 
+    def reads(self, specs: Sequence[LayerSpec]) -> bool:
+        """Whether a cache of such layers is read by this step; else the definition decodes."""
+        return all(_reads(spec, self.family.head_dim) for spec in specs)
+
     def _template(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Everything that does not change from step to step."""
         k, family = self._codes, self.family
@@ -266,9 +270,8 @@ class _Seen:
         rows = [(row.packed, row.dropped, row.packed_pages, row.exact_pages) for row in layer.rows]
         if rows == self._rows and at == self._at and layer.spec is self._spec:
             return
+        self._spec = None  # until all is written: an interrupt leaves it to be written again
         self._show(layer.rows)
-        self._rows = [(packed, dropped, list(old), list(new)) for packed, dropped, old, new in rows]
-        self._at, self._spec = at, layer.spec
         fields[k.TABLE], fields[k.TABLE_STRIDE] = self._pages.ctypes.data, self._pages.shape[1]
         fields[k.PACKED], fields[k.WINDOW] = self._packed.ctypes.data, layer.spec.window or 0
         scheme = layer.spec.scheme
@@ -287,6 +290,8 @@ class _Seen:
                 fields[names[name]] = x.data_ptr()
         exact = layer.pool().fields
         fields[k.KEY_POOL], fields[k.VALUE_POOL] = exact["keys"].data_ptr(), exact["values"].data_ptr()
+        self._rows = [(packed, dropped, list(old), list(new)) for packed, dropped, old, new in rows]
+        self._at, self._spec = at, layer.spec
 
     def _show(self, rows: Sequence[Row]) -> None:
         width = max(row.base + len(row.exact_pages) for row in rows)
@@ -302,11 +307,16 @@ def _bits(value: float) -> int:
 
 
 def _readable(layer: PagedLayer) -> bool:
-    """Whether the step reads this layer's pages: float32 as it comes, or both keys and values packed with online scales."""
+    """Whether the step reads this layer's pages."""
     keys, values = layer.head_dim
-    if not layer.length or layer.spec.dtype != torch.float32 or keys != values:
+    return bool(layer.length) and keys == values and _reads(layer.spec, values)
+
+
+def _reads(spec: LayerSpec, head_dim: int) -> bool:
+    """float32 as it comes, or both keys and values packed with online scales."""
+    if spec.dtype != torch.float32:
         return False
-    return layer.spec.packing is None or _unpackable(layer.spec.packing.scheme, values)
+    return spec.packing is None or _unpackable(spec.packing.scheme, head_dim)
 
 
 @lru_cache(maxsize=64)

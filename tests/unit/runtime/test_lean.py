@@ -138,7 +138,9 @@ def test_pages_that_the_step_does_not_read_are_left_to_the_definition(tiny: Any)
         with torch.inference_mode():
             model.step(tokens(1, 8), transformers_cache(cache))
             assert model.lean(tokens(1, 1), cache) is None
-    assert model_of(module, config, lean=True).lean is not None
+        assert not model.lean.reads([layer.spec for layer in cache.layers])
+    model = model_of(module, config, lean=True, kv_plan=KVPlan(KVScheme.of(4)))
+    assert model.lean.reads([layer.spec for layer in model.new_cache(8).layers])
 
 
 @needs_numba
