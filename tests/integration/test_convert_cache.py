@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 import quantkit as qk
 from quantkit.algorithms.kv import fit_range
 from quantkit.convert import run, states
+from quantkit.convert.describe import describe
+from quantkit.convert.options import ConvertOptions
+from quantkit.convert.repack import plan_repack
 from quantkit.core.kvpages import rotate
 from quantkit.core.kvscheme import KVPlan, KVScheme
 from quantkit.errors import QuantkitError, RequestError
@@ -263,18 +266,21 @@ def test_options_that_cannot_be_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_line_takes_a_budget_or_bits(
-    tiny_original: Path, calibration_text: Path, tmp_path: Path, quantkit: Run
-) -> None:
-    small = ("--method", "rtn", "--group-size", "32", "--samples", "2", "--calibration", calibration_text)
-    dry = quantkit(
-        "convert", tiny_original, "--out", tmp_path / "out", *small, "--seq-len", "256", "--kv-budget", "3", "--dry-run"
-    )
-    assert (dry.returncode, dry.stderr) == (0, "")
-    assert "KV cache within 3 bits on average, online scales" in dry.stdout
+def test_a_budget_and_bits_together_end_with_exit_code_2(tiny_original: Path, tmp_path: Path, quantkit: Run) -> None:
     both = quantkit("convert", tiny_original, "--out", tmp_path / "out", "--kv-bits", "4", "--kv-budget", "3")
     assert both.returncode == 2
     assert "--kv-bits 4 with --kv-budget 3" in both.stderr
+
+
+def test_a_plan_in_words_names_the_cache(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
+    asked = {**BUDGET, "calibration": str(calibration_text), "kv_scales": "static"}
+    plan = run.make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **asked))
+    assert "KV cache within 3 bits on average, static scales" in describe(plan)
+    qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32)
+    text = dict(kv_bits="k4v2", calibration=str(calibration_text), seq_len=32, samples=2)
+    again = plan_repack(tmp_path / "source", tmp_path / "out", text)
+    assert again is not None
+    assert "the same codes; KV cache k4v2, calibrated" in again.describe()
 
 
 def test_a_model_without_text_to_calibrate_from_is_not_touched(tiny_original: Path, tmp_path: Path) -> None:
