@@ -36,14 +36,17 @@ if [ "$part" != right ]; then
 # 2. tuned tiles: what one token costs in every layer of an 8B, then where the targets lie, a large square and a small one
 timeout 90 python3 eval/kernels/gpu_linear.py --tune --seconds 75 --layers "8B gate_up" "8B down" "8B qkv" \
   --tokens 1 --out "$out/tuned1.json" --tiles "$out/tiles.json" 2>&1 | tail -n 10
-timeout 140 python3 eval/kernels/gpu_linear.py --tune --seconds 120 --layers "8B o" "70B o" \
+timeout 125 python3 eval/kernels/gpu_linear.py --tune --seconds 105 --layers "8B o" "70B o" \
   --tokens 1 16 64 512 2 8 32 128 --out "$out/tuned.json" --tiles "$out/tiles.json" 2>&1 | tail -n 20
 
 # 3. the whole step: int4 against our own bf16 path, one stream, with the tiles that were found
-timeout 190 python3 eval/kernels/gpu_decode.py --seconds 145 --out "$out/decode.json" 2>&1 | tail -n 12
+timeout 165 python3 eval/kernels/gpu_decode.py --seconds 125 --out "$out/decode.json" 2>&1 | tail -n 12
+
+# decode attention over packed pages against torch's best in bf16
+timeout 75 python3 eval/kernels/gpu_attention.py --seconds 60 --out "$out/attention.json" 2>&1 | tail -n 8
 
 # 4. all shapes with derived or tuned tiles, beside torch's bf16, NF4 and what peers are installed; then int8 activations
-timeout 110 python3 eval/kernels/gpu_linear.py --seconds 90 --out "$out/measured.json" 2>&1 | tail -n 40
+timeout 85 python3 eval/kernels/gpu_linear.py --seconds 70 --out "$out/measured.json" 2>&1 | tail -n 40
 timeout 45 python3 eval/kernels/gpu_linear.py --w8a8 --seconds 30 --layers "8B o" "8B gate_up" "70B o" \
   --tokens 1 16 64 256 1024 4096 --out "$out/w8a8.json" 2>&1 | tail -n 20
 fi

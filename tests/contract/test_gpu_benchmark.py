@@ -125,3 +125,20 @@ def test_the_decode_benchmark_is_rehearsed(tmp_path: Path) -> None:
     ]
     assert stored["rows"][0]["bytes_per_step"] < stored["rows"][1]["bytes_per_step"] / 2
     assert all(row["tokens_per_second"] > 0 for row in stored["rows"])
+
+
+@pytest.mark.slow
+def test_the_attention_benchmark_is_rehearsed(tmp_path: Path) -> None:
+    """Every kind of page, against what the pages decode to."""
+    pytest.importorskip("triton")
+    out = tmp_path / "out.json"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "QUANTKIT_CACHE": str(tmp_path)}
+    command = [sys.executable, KERNELS / "gpu_attention.py", "--rehearse", "--out", out]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads(out.read_text())
+    assert stored["failed"] == []
+    assert [row["kv"] for row in stored["rows"]] == ["16", "8", "4", "k4v2"]
+    assert all(row["error"] < 0.02 for row in stored["rows"])
+    assert stored["rows"][2]["launches"][0]["error"] < 0.02
+    assert stored["rows"][2]["bytes"] < stored["rows"][1]["bytes"] < stored["rows"][0]["bytes"]

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from step_cases import check_rotary, noise, pages_of
+from step_cases import check_pack, check_rotary, noise, packed_of, pages_of
 from step_models import greedy_logits, packed, requantize, tiny
 
+from quantkit.core.kvscheme import KVScheme
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.engine import Generation, run
 from quantkit.runtime.kernels import step
@@ -49,6 +50,39 @@ def test_attention_equals_its_definition(length: int, window: int, dim: int, dty
     assert not bool(space.lock.any())
 
 
+@pytest.mark.parametrize(
+    ("bits", "dim", "dtype"),
+    [
+        (8, 128, BF16), (4, 128, BF16), ("k4v2", 128, BF16), (3, 128, BF16), (2, 128, BF16), ("k16v4", 128, BF16), ("k8v16", 128, BF16),
+        (4, 64, BF16), (3, 64, FP16), (4, 80, FP16), (4, 256, BF16), (8, 256, FP16), (4, 64, F32), ("k8v2", 64, F32),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("length", "window"), [(200, 0), (5000, 0), (1000, 300)])
+def test_attention_over_packed_pages_equals_its_definition(
+    length: int, window: int, bits: int | str, dim: int, dtype: Any
+) -> None:
+    from quantkit.runtime.kernels.triton_attention import Workspace, attend
+
+    heads, scheme = Heads(16, 2, dim, dim**-0.5), KVScheme.of(bits)
+    pages, stored = packed_of(
+        [0, min(length, 190), -1], length, heads, dtype, "cuda", scheme, window=window, done=length > 4000
+    )
+    q = noise(3, 16, dim, seed=1).to("cuda", dtype)
+    space = Workspace(3, heads, 132, q.device, scheme.groups(dim))
+    found = attend(q, pages, heads, space)
+    close = dict(rtol=1e-3, atol=1e-3) if dtype == F32 else CLOSE[BF16]  # codes in tf32; in float16 beside it
+    torch.testing.assert_close(found, step.attend(q, pages, heads, stored), **close)
+    for _ in range(20):
+        assert torch.equal(attend(q, pages, heads, space), found)
+    assert not bool(space.lock.any())
+
+
+@pytest.mark.parametrize("bits", [8, 4, "k4v2", 3, 2, "k16v4", "k8v16"])
+@pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (80, FP16), (256, BF16), (64, F32)])
+def test_pages_are_packed_as_the_definition_packs_them(bits: int | str, dim: int, dtype: Any) -> None:
+    check_pack(KVScheme.of(bits), dim, dtype, "cuda")
+
+
 @pytest.mark.parametrize(("dim", "width", "norm", "dtype"), [(128, 128, True, BF16), (96, 48, False, FP16)])
 def test_rotary_and_the_cache_write_equal_their_definition(dim: int, width: int, norm: bool, dtype: Any) -> None:
     check_rotary(dim, width, norm, dtype, "cuda", CLOSE[dtype])
@@ -84,8 +118,8 @@ def answers(model: Any, options: list[GenerationOptions]) -> dict[int, Generatio
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("kv_bits", [16, 8])
-def test_captured_steps_answer_as_the_cpu_does(kind: str, kv_bits: int) -> None:
+@pytest.mark.parametrize("kv_bits", [16, 8, "k4v2"])
+def test_captured_steps_answer_as_the_cpu_does(kind: str, kv_bits: int | str) -> None:
     """float32, greedy and sampled with the same seeds, sequences that leave the batch."""
     sizes = {"head_dim": 16} if kind in ("qwen3", "gemma3_text") else {}
     cpu = packed(tiny(kind, kv_bits, **sizes), Scheme(4, 32, False))
