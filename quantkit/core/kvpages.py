@@ -69,10 +69,11 @@ def _unpack(stored: Tensor, bits: int, channels: int) -> Tensor:
 def hadamard(channels: int, device: torch.device) -> Tensor:
     """Orthonormal symmetric float32 ``[channels, channels]``: Sylvester's matrix, or blocks of the largest power of two that divides."""
     size = channels & -channels
-    h = torch.ones(1, 1, device=device)
-    while h.shape[0] < size:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    whole: Tensor = torch.block_diag(*[h / size**0.5] * (channels // size))
+    with torch.inference_mode(False):  # it is kept, and autograd takes no tensor that was made in inference mode
+        h = torch.ones(1, 1, device=device)
+        while h.shape[0] < size:
+            h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+        whole: Tensor = torch.block_diag(*[h / size**0.5] * (channels // size))
     return whole
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.kvscheme import KVPlan
+from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan
 from quantkit.errors import CheckpointError, UnsupportedModel
 from quantkit.runtime.cache import KVCache
 from quantkit.runtime.paged import LayerSpec, PagedLayer, layer_spec
@@ -134,6 +134,8 @@ def _classes() -> tuple[Any, Any]:
             self.layer.append(key_states, value_states)
             keys, values = self.layer.read()
             self.layer.trim()
+            if key_states.shape[2] > PAGE_TOKENS:
+                self.layer.compact()  # before the next layer needs as much
             return keys, values
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

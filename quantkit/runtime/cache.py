@@ -59,11 +59,6 @@ class KVCache:
         for layer in self.layers:
             truncate(layer, lengths)
 
-    def compact(self) -> None:
-        """Give back the memory that a long prompt has needed and its cache does not (``PagedLayer.compact``)."""
-        for layer in self.layers:
-            layer.compact()
-
     def park(self, b: int) -> list[Parked]:
         """Move one sequence to host memory: its pages are free, and it leaves the batch."""
         parked = [park(layer, b) for layer in self.layers]

@@ -223,7 +223,6 @@ def _prefill(model: Steps, prompts: Sequence[Sequence[int]], until: int) -> tupl
         prefix, cache = cache, cache.fork([0] * len(prompts))
         prefix.select([])  # its pages are the sequences' own now, and free when the last of them leaves
     hidden = _read(model, cache, [prompt[shared:] for prompt in prompts])
-    cache.compact()
     return cache, model.head(hidden)[:, -1]
 
 

@@ -37,6 +37,14 @@ def test_the_rotation_is_its_own_inverse_and_keeps_lengths(channels: int) -> Non
     torch.testing.assert_close(kvpages.rotate(kvpages.rotate(x)), x)
 
 
+def test_a_rotation_first_made_for_generating_also_serves_autograd() -> None:
+    with torch.inference_mode():
+        kvpages.rotate(torch.ones(1, 56))
+    x = torch.ones(1, 56, requires_grad=True)
+    kvpages.rotate(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     bits=st.sampled_from([8, 4, 3, 2]),

@@ -13,6 +13,7 @@ from quantkit.errors import RequestError, UnsupportedModel
 from quantkit.runtime.attention import attention_modules, layer_windows, transformers_cache
 from quantkit.runtime.engine import PREFILL_TOKENS, _prefill, pad_left, shared_tokens
 from quantkit.runtime.model import Model
+from quantkit.runtime.paged import PagedLayer
 from quantkit.runtime.sampling import GenerationOptions
 
 VOCAB = 288
@@ -247,11 +248,23 @@ def test_what_prompts_begin_with_is_read_once_and_shared(make: Make, kind: str, 
         assert answer.tokens == model.generate(prompt, max_tokens=5, ignore_eos=True).tokens
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("bits", [16, 4])
-def test_the_memory_of_a_prompt_is_that_of_its_cache(make: Make, bits: int) -> None:
-    """Neither what a piece of 512 tokens needed on its way nor the pages of a shared beginning stay, but one page a sequence."""
-    model = make("llama", bits, max_position_embeddings=1024)
+def test_the_memory_of_a_prompt_is_that_of_its_cache(make: Make, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what a piece of 512 tokens needed on its way, in each layer before the next, nor the pages of a shared beginning stay,
+    but one page a sequence."""
+    model, sizes, append = make("llama", bits, max_position_embeddings=1024), [], PagedLayer.append
+
+    def watched(layer: PagedLayer, *given: Any) -> None:
+        sizes.append(sum(one.pool().pages for one in caches[-1].layers if one.exact is not None))
+        append(layer, *given)
+
+    caches, new_cache = [], model.new_cache
+    monkeypatch.setattr(model, "new_cache", lambda tokens: caches.append(new_cache(tokens)) or caches[-1])
+    monkeypatch.setattr(PagedLayer, "append", watched)
     cache, _ = _prefill(model, [[*range(3, 250)] * 3 + [tail] for tail in (7, 8)], 743)
+    # a piece takes 8 pages of each layer; before a layer takes them, the others have given theirs back
+    assert bits == 16 or max(sizes) <= 3 * 2 * 3
     for layer in cache.layers:
         held = [page for row in layer.rows for page in row.exact_pages]
         assert layer.pool().in_use() == len(set(held))
