@@ -96,8 +96,7 @@ class Model:
     @property
     def decoding(self) -> str:
         """How a token is made: "graph" (captured steps), "lean" (the short step, launched), "definition" (transformers)."""
-        step = self.lean
-        if step is None or (hasattr(step, "reads") and not step.reads(self._specs)):
+        if self.lean is None or not self.lean.reads(self._specs):
             return "definition"
         return "graph" if self.loop is not None and not self.loop.broken else "lean"
 
