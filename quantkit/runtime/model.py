@@ -67,11 +67,11 @@ class Model:
 
         if not self._may_be_lean or self.device.type != "cuda":
             return lean_step(self.module, self.config, self.dtype, self.device) if self._may_be_lean else None
-        from quantkit.runtime.lean_gpu import gpu_step
+        from quantkit.runtime.lean_gpu import gpu_step, unread
 
         step, reason = gpu_step(self.module, self.config, self.dtype, self.device)
-        if step is not None and not step.reads(self._specs):
-            reason = f"its short step does not read a KV cache of {self.kv_bits} bits with {self.kv_plan.scheme.scales} scales"
+        if step is not None:
+            reason = next(filter(None, (unread(spec, self.dtype, step.heads) for spec in self._specs)), "")
         if reason:
             warnings.warn(
                 f"decoding on the GPU runs the transformers definition, launch by launch, without a CUDA graph: {reason}.",

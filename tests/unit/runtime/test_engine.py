@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.errors import RequestError, UnsupportedModel
+from quantkit.core.kvscheme import KVScheme, LayerScales
+from quantkit.errors import QuantkitWarning, RequestError, UnsupportedModel
 from quantkit.runtime.attention import attention_modules, layer_windows, transformers_cache
 from quantkit.runtime.engine import PREFILL_TOKENS, _prefill, pad_left, shared_tokens
+from quantkit.runtime.kernels.step import Heads
 from quantkit.runtime.model import Model
-from quantkit.runtime.paged import PagedLayer
+from quantkit.runtime.paged import PagedLayer, layer_spec
 from quantkit.runtime.sampling import GenerationOptions
 
 VOCAB = 288
@@ -222,6 +224,20 @@ def test_how_a_token_is_made_is_told_by_what_the_short_step_reads(make: Make) ->
         model = make("llama", bits)
         model.__dict__["lean"] = SimpleNamespace(reads=lambda specs: all(one.packing is None for one in specs))
         assert model.decoding == ("lean" if read else "definition")
+
+
+def test_a_cache_that_keeps_a_gpu_from_its_short_step_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = SimpleNamespace(heads=Heads(4, 2, 16, 1.0))
+    monkeypatch.setattr("quantkit.runtime.lean_gpu.gpu_step", lambda *given: (step, ""))
+    model = make("llama", 4)
+    model.device = torch.device("cuda")
+    assert model.lean is step
+    model = make("llama", 4)
+    model.device, scheme = torch.device("cuda"), KVScheme.of("fp8")
+    scales = LayerScales(*[torch.ones(2, 16), torch.zeros(2, 16)] * 2)
+    model._specs = [layer_spec(scheme, scales, torch.float32, torch.device("cpu"), None)]
+    with pytest.warns(QuantkitWarning, match="runs the transformers definition.*fp8 scales"):
+        assert model.lean is step
 
 
 def test_equal_prompts_need_no_padding() -> None:
