@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,7 +107,7 @@ def _refused(family: Family, dtype: torch.dtype) -> str:
 
 
 class GpuStep:
-    """``step(ids [sequences, 1], cache) -> [sequences, 1, hidden]``, or None where transformers' definition must run; and
+    """``step(ids [sequences, 1], cache) -> [sequences, 1, hidden]``, or None where transformers' definition must run (a warning says why, once); and
     ``forward(state)``, the same without a look at the cache's bookkeeping, for who keeps a ``State`` himself.
 
     dtype: of activations; the residual is float32.
@@ -126,10 +127,17 @@ class GpuStep:
         self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
         self._positions = 0
         self._lock = threading.Lock()
+        self._said: set[str] = set()
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor | None:
         specs = [layer.spec for layer in cache.layers]
-        if ids.shape[1] != 1 or not cache.length or not self.reads(specs):
+        if ids.shape[1] != 1 or not cache.length:
+            return None
+        refused = next(filter(None, (unread(spec, self.dtype, self.heads) for spec in specs)), "")
+        if refused:
+            if refused not in self._said:
+                self._said.add(refused)
+                warnings.warn(f"decoding on the GPU runs the transformers definition: {refused}.", stacklevel=3)
             return None
         if any(layer.head_dim != (self.heads.dim, self.heads.dim) for layer in cache.layers):
             return None

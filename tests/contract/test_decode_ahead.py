@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from step_models import greedy_logits, packed, tiny
 from triton_cases import INTERPRETED, passes_in_the_interpreter
 
+from quantkit.core.kvscheme import KVScheme, LayerScales
 from quantkit.core.scheme import Scheme
 from quantkit.runtime import ahead
+from quantkit.runtime.cache import KVCache
 from quantkit.runtime.engine import Generation, run
 from quantkit.runtime.kernels.tiles import Tile
+from quantkit.runtime.paged import layer_spec
 from quantkit.runtime.sampling import GenerationOptions
 
 CPU = torch.device("cpu")
@@ -72,6 +76,22 @@ else:
         step, why = gpu_step(opt.module, opt.config, torch.float32, CPU)
         assert step is None
         assert "this opt are not those" in why
+
+    def test_pages_that_the_kernels_do_not_read_are_refused_by_name() -> None:
+        from quantkit.runtime.lean_gpu import unread
+
+        model = tiny("llama", 4, **FEW)
+        step, (spec,) = step_of(model), model._specs
+        assert step.reads([spec])
+        assert "computes in torch.bfloat16" in unread(spec, torch.bfloat16, step.heads)
+        assert "multiples of 16 and 8" in unread(spec, torch.float32, replace(step.heads, dim=24))
+        assert "128 queries a key head" in unread(spec, torch.float32, replace(step.heads, query=128))
+        ones = torch.ones(1, 16)
+        static = layer_spec(KVScheme.of(4, "static"), LayerScales(ones, ones, ones, ones), torch.float32, CPU, None)
+        cache = KVCache([static])
+        cache.layers[0].append(torch.zeros(1, 1, 3, 16), torch.zeros(1, 1, 3, 16))
+        with pytest.warns(UserWarning, match="runs the transformers definition: its packed pages have static scales"):
+            assert step(torch.zeros(1, 1, dtype=torch.int64), cache) is None
 
     def answers(model: Any, options: list[GenerationOptions], end: int) -> dict[int, Generation]:
         prompts = [[5, 6, 7] * 4, [1] * 62, [9, 8]][: len(options)]

@@ -279,8 +279,8 @@ def attend(q: Tensor, pages: Pages, heads: Heads, space: Workspace) -> Tensor:
 
 
 def shape_of_launch(dim: int, dtype: torch.dtype, packed: bool, rows: int = 16) -> tuple[int, int]:
-    """Warps and stages that compile without spills for sm_80 and sm_90 (packed pages of float32 models excepted); not yet measured.
-    rows: of the tile of packed pages."""
+    """Warps and stages that compile without spills for sm_80 and sm_90; not yet measured. Excepted are packed pages of float32 models, of 256
+    channels on sm_80 (96 bytes a thread) and of 32 queries for one key head (272). rows: of the tile of packed pages."""
     if dtype == torch.float32:
         return 8, 1
-    return (4 if dim <= 128 and rows <= 32 else 8), 2
+    return (8 if packed and (dim > 128 or rows > 32) else 4), 2
