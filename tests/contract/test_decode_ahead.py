@@ -57,8 +57,10 @@ else:
         """Of the linears only the joining is seen here: as dense products, which the interpreter does in no time."""
         monkeypatch.setattr("quantkit.runtime.kernels.triton_linear.choose_tile", lambda *given: Tile("dequantize"))
         few = dict(num_attention_heads=2, num_key_value_heads=1) if kind == "gemma3_text" else {}
+        few |= {} if kv_bits == 16 else dict(head_dim=16)
         model = packed(tiny(kind, kv_bits, **few), scheme)
         step = step_of(model)
+        assert step.reads(model._specs)
         assert all((pair is not None) == (scheme is not None) for pair in step._pairs)
         ids = torch.randint(3, 90, (2, 146), generator=torch.Generator().manual_seed(1))
         expected = greedy_logits(model, ids, 144, [144, 131])
@@ -211,7 +213,8 @@ else:
         options = GenerationOptions(max_tokens=4)
         expected = answers(model, [options], -1)[0].tokens
         recorder = Recorder(monkeypatch)
-        model.__dict__["loop"] = model.ahead(step_of(model), capture=True)
+        model.__dict__["lean"] = step_of(model)
+        model.__dict__["loop"] = model.ahead(model.lean, capture=True)
         assert model.decoding == "graph"
         for _ in range(2):
             assert answers(model, [options], -1)[0].tokens == expected
