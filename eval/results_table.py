@@ -145,10 +145,10 @@ def render_planted(results: Results) -> str:
                 [
                     row["model"], row["label"], f"{got['kv_bits_per_number']:.3f}", f"{got['kl_mean']:.5f}",
                     f"{facts['difference']:+.3f} ± {facts['difference_stderr']:.3f}",
-                    f"{100 * facts['answered']:.0f} % of {100 * facts['answered_16_bit']:.0f} %",
+                    f"{100 * facts['answered']:.0f} % ({100 * facts['answered_16_bit']:.0f} %)",
                 ]
             )  # fmt: skip
-    return markdown(["model", "cache", "bits / number", "KL (nats)", "ln p(answer)", "answered"], lines)
+    return markdown(["model", "cache", "bits / number", "KL (nats)", "ln p(answer)", "answered (at 16 bits)"], lines)
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:
