@@ -71,6 +71,8 @@ def compiled(kernel: Any, constants: dict[str, Any], arch: int, warps: int, dtyp
         kinds.update(words="*i8", zeros="*i16")
     if "BLOCK_C" in constants:
         kinds = GPTQ
+    if "windows" in names:
+        kinds.update(index="*i32", exact="*i64", windows="*i32")
     if "base" in names:
         kinds["base"] = f"*{dtype}"
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
@@ -355,3 +357,19 @@ def test_attention_over_packed_pages_compiles_and_spills_nothing_that_is_not_nam
         assert "and.b32" in ptx
         assert not re.search(r"cvt\.rn\.f(16|32)\.[su](8|16)|cvt\.rn\.f16\.[su]32", ptx)  # no code is converted
         assert len(re.findall(r"ldmatrix[.\w]*\.trans", ptx)) >= 2
+
+
+@pytest.mark.parametrize(
+    ("kb", "vb", "dim", "arch"),
+    [(4, 4, 128, 90), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((3, 2, 128, 90), (16, 4, 64, 80)))],
+)
+def test_packing_of_a_page_stays_in_registers(kb: int, vb: int, dim: int, arch: int) -> None:
+    from quantkit.runtime.kernels.triton_pack import pack_kernel
+
+    constants = {
+        "KV_HEADS": 8, "DIM": dim, "WIDE": dim, "KB": kb, "VB": vb, "GROUPS": dim // 64, "SPAN": 64, "RECENT": 64, "FIRST": 4,
+        "TURN": dim**-0.5, "PRECISION": "",
+    }  # fmt: skip
+    result = compiled(pack_kernel, constants, arch, 4)
+    check(result, arch)
+    assert "div.rn.f32" in result["asm"]["ptx"]  # as torch divides
