@@ -20,9 +20,9 @@ products would be 16 columns wide (2 and 3 bits; 4 bits of 64 channels) are put 
 The weights of a page are brought below 1 after their scale, not before (the running maximum is one of ``score + log2(scale)``): in float16 what
 is 2**-24 of the greatest contribution is lost, not what is 2**-24 of the greatest weight.
 
-Bytes, of 64 tokens and one head: ``KVScheme.page_bytes``, 4608 + 512 at 4 bits, 128 channels and 2 groups, against 32768 in 16 bits. Instructions, by
-the machine code for sm_90: 1230 a page with 2 warps, 1580 with 4; on 528 schedulers of 1.75 GHz 16384 pages take 22 and 28 us of issue,
-while their bytes take 20 us at 4.3 TB/s. Not yet measured on a GPU. float32 models take ``code`` as float32.
+Bytes, of 64 tokens and one head: ``KVScheme.page_bytes``, 9216 at 4 bits, 128 channels and 2 groups, against 32768 in 16 bits. Instructions, by
+the machine code for sm_90: 2000 a page and 4 warps; on 528 schedulers of 1.75 GHz 16384 pages (16 sequences of 16k, 4 heads) take 35 us of
+issue, and their bytes 35 us at 4.3 TB/s. Not yet measured on a GPU. float32 models take ``code`` as float32.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, no-redef, assignment, misc"
