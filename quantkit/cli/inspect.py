@@ -55,9 +55,34 @@ def _lines(data: dict[str, Any]) -> list[str]:
             lines += [f"  loads in  {line}" for line in verdict_lines(verdicts)]
         elif key == "schemes":
             lines += [f"  scheme    {count:4d} x {scheme}" for scheme, count in value.items()]
+        elif key == "kv_cache":
+            lines += _cache_lines(value)
         else:
             shown = f"{value:,}" if isinstance(value, int) else f"{value}"
             lines.append(f"  {key.replace('_', ' '):<18} {shown}")
+    return lines
+
+
+def _cache_lines(data: dict[str, Any]) -> list[str]:
+    """The stored plan of the KV cache: a line for all layers, and one for each kind where they differ."""
+    from quantkit.convert.cache import label_words
+
+    stored = "" if data["stored_bits"] is None else f": {data['stored_bits']:.3f} bits per number with its scales"
+    kind = "calibrated" if data["scales"] == "fp8" else data["scales"]
+    words = label_words(data["bits"]).removeprefix("KV cache ")
+    lines = [f"  {'KV cache':<18} {words}, {kind} scales{stored}"]
+    kinds: dict[tuple[int, int], list[str]] = {}
+    for index, layer in enumerate(data["layers"]):
+        kinds.setdefault((layer["keys"], layer["values"]), []).append(str(index))
+    if len(kinds) > 1:
+        lines += [
+            f"  cache     {len(where):4d} x keys {keys:2d}, values {values:2d} bits   layers {', '.join(where)}"
+            for (keys, values), where in sorted(kinds.items(), reverse=True)
+        ]
+    if data["scales"] == "online" and data["static"]:
+        lines.append(f"  {'static scales':<18} of {data['static']} layers stored too (--kv-scales static)")
+    if data["scales"] != "fp8":
+        lines.append(f"  {'read by':<18} quantkit; other engines keep the cache their own way")
     return lines
 
 
@@ -111,6 +136,28 @@ def _structure(source: Any) -> dict[str, Any]:
         "file_bytes": source.file_bytes(),
         "stored_as": ", ".join(source.kinds()),
         "linears": [{"name": n, "out_features": o, "in_features": i, "count": c} for (n, o, i), c in kinds.items()],
+        **_cache(source),
+    }
+
+
+def _cache(source: Any) -> dict[str, Any]:
+    """What the folder says of its KV cache; empty if it says nothing (16 bits)."""
+    from quantkit.convert.cache import average_bits
+    from quantkit.formats.kv_scales import read_kv_plan
+
+    plan = read_kv_plan(source.path) if source.path.is_dir() else None
+    if plan is None:
+        return {}
+    measured = plan.layers and set(plan.layers) <= set(plan.static)
+    layers = [{"name": name, "keys": one.keys, "values": one.values} for name, one in plan.layers.items()]
+    return {
+        "kv_cache": {
+            "bits": plan.label,
+            "scales": plan.scheme.scales,
+            "stored_bits": average_bits(plan)[1] if measured else None,
+            "static": len(plan.static),
+            "layers": layers,
+        }
     }
 
 
@@ -129,5 +176,6 @@ def _quantized(source: Any) -> dict[str, Any]:
         "quantized_linears": len(reader.modules),
         "plain_tensors": len(reader.plain_names()),
         "bytes": sum(source.info(name).nbytes for name in source.names()),
+        **_cache(source),
         "engines": [verdict.to_json() for verdict in lint_folder(source)],
     }

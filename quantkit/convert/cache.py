@@ -147,14 +147,23 @@ def most_common(schemes: Sequence[KVScheme]) -> KVScheme:
     return max(schemes, key=lambda scheme: (schemes.count(scheme), scheme.keys + scheme.values))
 
 
-def summary(plan: KVPlan, layers: Mapping[str, LayerRanges], budget: float | None) -> dict[str, Any]:
-    """For report, JSON and manifest. code_bits: of a number; stored_bits: with the scales of its page. Averages over keys and values of all layers."""
+def average_bits(plan: KVPlan) -> tuple[float, float]:
+    """Bits of a number on average over keys and values of all layers: of codes, and with the scales of its page. A plan as convert
+    stores it, with the scales of every layer (they tell heads and head_dim)."""
     codes = stored = 0.0
-    rows = []
     for name, scheme in plan.layers.items():
         heads, head_dim = plan.static[name].k_scale.shape
         codes += (scheme.keys + scheme.values) / 2
         stored += 8 * scheme.bytes_per_token(heads, head_dim, torch.float16) / (2 * heads * head_dim)
+    count = max(len(plan.layers), 1)
+    return round(codes / count, 4), round(stored / count, 4)
+
+
+def summary(plan: KVPlan, layers: Mapping[str, LayerRanges], budget: float | None) -> dict[str, Any]:
+    """For report, JSON and manifest. code_bits: of a number; stored_bits: with the scales of its page. Averages over keys and values of all layers."""
+    codes, stored = average_bits(plan)
+    rows = []
+    for name, scheme in plan.layers.items():
         row: dict[str, Any] = {"name": name, "keys": scheme.keys, "values": scheme.values}
         if layers[name].key_damage:
             row["damage"] = {
@@ -162,13 +171,12 @@ def summary(plan: KVPlan, layers: Mapping[str, LayerRanges], budget: float | Non
                 for side, found in (("keys", layers[name].key_damage), ("values", layers[name].value_damage))
             }
         rows.append(row)
-    count = max(len(rows), 1)
     return {
         "bits": plan.label,
         "scales": plan.scheme.scales,
         "budget": budget,
-        "code_bits": round(codes / count, 4),
-        "stored_bits": round(stored / count, 4),
+        "code_bits": codes,
+        "stored_bits": stored,
         "layers": rows,
     }
 

@@ -19,7 +19,11 @@ def describe(plan: Plan) -> str:
         f"{o.source} -> {o.out}",
         f"  model     {config.model_type}, {len(plan.blocks)} blocks, {len(plan.targets)} linears with {count / 1e6:.1f} M weights",
         f"  method    {o.method}, {o.scheme.describe()}, scales by {o.scales}; format {o.format}"
-        + (f"; {o.cache.words()}, {o.kv_scales} scales" if o.cache.wanted else ""),
+        + (
+            f"; {o.cache.words()}, {'calibrated' if o.kv_bits == 'fp8' else o.kv_scales} scales"
+            if o.cache.wanted
+            else ""
+        ),
     ]
     if plan.windows is not None:
         w = plan.windows

@@ -183,7 +183,9 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
             ("calibration", "samples", "seq_len", "seed", "products"), f"--method {options.method} reads no text"
         )
     if not options.cache.wanted:
-        useless["kv_scales"] = "--kv-bits 16 keeps the cache as it is"
+        useless["kv_scales"] = (
+            "--kv-bits 16 keeps the cache as it is (a cache with scales needs --kv-bits 8, 4, 3, 2 or k4v2)"
+        )
     if options.kv_bits == "fp8":
         useless["kv_scales"] = "--kv-bits fp8 has scales of its own"
     if options.kv_budget is not None:

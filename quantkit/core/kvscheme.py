@@ -71,11 +71,11 @@ class KVScheme:
         if text == "fp8":
             return cls(8, 8, "fp8")
         pair = _PAIR.fullmatch(text)
-        if pair is None and not text.isdecimal():
+        keys, values = (int(n) for n in pair.groups()) if pair else (int(text) if text.isdecimal() else 0,) * 2
+        if isinstance(bits, bool) or not {keys, values} <= set(KV_BITS):
             raise RequestError(
-                f"--kv-bits {bits}: {', '.join(map(str, KV_BITS))}, fp8, or keys and values apart: k4v2."
+                f"--kv-bits {bits}: choose {', '.join(map(str, KV_BITS))} or fp8, or name keys and values apart, as k4v2."
             )
-        keys, values = (int(n) for n in pair.groups()) if pair else (int(text), int(text))
         return cls(keys, values, scales, recent=128 if keys == 2 else 64)
 
     @property

@@ -53,7 +53,7 @@ def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None
         (["--method", "hqq"], 2, ["hqq", "not landed yet", "gptq"]),
         (["--method", "magic"], 2, ["magic", "no such method"]),
         (["--format", "gguf"], 2, ["gguf", "not landed yet"]),
-        (["--kv-bits", "5"], 2, ["kv_bits=5", "16"]),
+        (["--kv-bits", "5"], 2, ["--kv-bits 5", "16"]),
         (["--preset", "best"], 2, ["--preset best", "not landed yet", "balanced"]),
         (["--preset", "slow"], 2, ["--preset slow", "is no preset"]),
         (["--preset", "fast", "--method", "gptq"], 2, ["--preset fast", "--method gptq", "Leave one"]),

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import quantkit as qk
 from quantkit.algorithms.kv import fit_range
+from quantkit.cli.inspect import command as inspect
 from quantkit.convert import run, states
 from quantkit.convert.describe import describe
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.repack import plan_repack
 from quantkit.core.kvpages import rotate
-from quantkit.core.kvscheme import KVPlan, KVScheme
+from quantkit.core.kvscheme import KVPlan, KVScheme, LayerScales
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.formats.kv_scales import FILE_NAME, read_kv_plan
+from quantkit.formats.kv_scales import FILE_NAME, read_kv_plan, write_kv_plan
 
 SMALL: dict[str, Any] = dict(samples=2, seq_len=32, group_size=32, method="rtn", device="cpu")
 BUDGET: dict[str, Any] = {**SMALL, "seq_len": 256, "kv_budget": 3.0}
@@ -248,8 +251,11 @@ def test_a_quantized_model_takes_a_budget_fp8_and_new_bits(
         (dict(kv_budget=1.5, seq_len=256), ["--kv-budget 1.5", "from 2 to 8"]),
         (dict(kv_budget=3.0, seq_len=128), ["--seq-len 128 with --kv-budget 3", "Use 256 or more"]),
         (dict(kv_bits=4, seq_len=4), ["--seq-len 4 with --kv-bits 4", "Use 5 or more"]),
-        (dict(kv_bits=5), ["kv_bits=5", "16, 8, 4, 3, 2"]),
+        (dict(kv_bits=5), ["--kv-bits 5", "16, 8, 4, 3, 2"]),
         (dict(kv_bits="k4"), ["--kv-bits k4", "k4v2"]),
+        (dict(kv_bits="k4v5"), ["--kv-bits k4v5", "16, 8, 4, 3, 2", "k4v2"]),
+        (dict(kv_bits=4.5), ["--kv-bits 4.5", "16, 8, 4, 3, 2"]),
+        (dict(kv_bits=True), ["--kv-bits True"]),
         (dict(kv_bits=4, kv_scales="dynamic"), ["--kv-scales dynamic", "online"]),
         (dict(kv_scales="static"), ["--kv-scales has no effect", "--kv-bits 16"]),
         (dict(kv_bits="fp8", kv_scales="static"), ["--kv-scales has no effect", "fp8"]),
@@ -270,6 +276,32 @@ def test_a_budget_and_bits_together_end_with_exit_code_2(tiny_original: Path, tm
     both = quantkit("convert", tiny_original, "--out", tmp_path / "out", "--kv-bits", "4", "--kv-budget", "3")
     assert both.returncode == 2
     assert "--kv-bits 4 with --kv-budget 3" in both.stderr
+
+
+def inspected(folder: Path, *options: str) -> str:
+    return CliRunner().invoke(inspect, [str(folder), *options], catch_exceptions=False).output
+
+
+def test_inspect_shows_how_the_cache_is_kept(tiny_original: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_original, tmp_path / "model")
+    assert "cache" not in inspected(tmp_path / "model")
+    static = {name: LayerScales(*(torch.ones(2, 64) for _ in range(4))) for name in LAYERS}
+    alike = KVPlan(KVScheme(4, 2), dict.fromkeys(LAYERS, KVScheme(4, 2)), static)
+    write_kv_plan(tmp_path / "model", alike)
+    shown = inspected(tmp_path / "model")
+    assert "KV cache           k4v2, online scales: 3.500 bits per number with its scales" in shown
+    assert "static scales      of 3 layers stored too" in shown
+    assert "quantkit; other engines keep the cache their own way" in shown
+    assert "keys  4" not in shown
+    chosen = dict(zip(LAYERS, (KVScheme(4, 2), KVScheme(8, 3), KVScheme(4, 2)), strict=True))
+    write_kv_plan(tmp_path / "model", KVPlan(KVScheme(4, 2), chosen, static))
+    shown = inspected(tmp_path / "model")
+    assert "KV cache           3.83 bits on average, online scales: 4.333 bits per number" in shown
+    assert "   1 x keys  8, values  3 bits   layers 1\n" in shown
+    assert "   2 x keys  4, values  2 bits   layers 0, 2\n" in shown
+    found = json.loads(inspected(tmp_path / "model", "--json"))["kv_cache"]
+    assert found["layers"][1] == {"name": LAYERS[1], "keys": 8, "values": 3}
+    assert (found["scales"], found["static"], found["stored_bits"]) == ("online", 3, 4.3333)
 
 
 def test_a_plan_in_words_names_the_cache(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_streamed_text_is_the_whole_text(
         (("--prompt", "x", "--top-p", "2"), "top_p=2"),
         (("--prompt", ""), "--prompt"),
         (("--prompt", "x", "--max-tokens", "0"), "max_tokens=0"),
-        (("--prompt", "x", "--kv-bits", "5"), "kv_bits=5"),
+        (("--prompt", "x", "--kv-bits", "5"), "--kv-bits 5"),
         (("--prompt", "x", "--kv-bits", "4"), "no KV scales"),
         (("--prompt", "x", "--chat"), "no chat template"),
         (("--prompt", "x" * 300), "context of 256"),
