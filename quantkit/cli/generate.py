@@ -26,6 +26,7 @@ from quantkit.errors import RequestError
 @click.option("--stop", multiple=True, help="String that ends the text (repeatable); not printed.")
 @click.option(
     "--kv-bits",
+    metavar="BITS",
     help="KV cache of 16, 8, 4, 3, 2 bits, fp8, or k4v2: keys and values apart.  [default: what the model says]",
 )
 @click.option(

@@ -62,7 +62,7 @@ def test_streamed_text_is_the_whole_text(
         (("--prompt", ""), "--prompt"),
         (("--prompt", "x", "--max-tokens", "0"), "max_tokens=0"),
         (("--prompt", "x", "--kv-bits", "5"), "--kv-bits 5"),
-        (("--prompt", "x", "--kv-bits", "4"), "no KV scales"),
+        (("--prompt", "x", "--kv-bits", "16", "--kv-scales", "static"), "has no effect on a KV cache of 16 bits"),
         (("--prompt", "x", "--chat"), "no chat template"),
         (("--prompt", "x" * 300), "context of 256"),
         (("--prompt", "x", "--device", "tpu"), "device='tpu'"),
