@@ -201,7 +201,7 @@ def test_greedy_texts_part_where_the_first_token_differs(
         (["--greedy", "8", "--kv-bits", "16"], "--greedy compares a quantized KV cache with a 16-bit one"),
         (["--greedy", "200", "--kv-bits", "4", "--seq-len", "200"], "give 1 to 199"),
         (["--planted-fact", "--kv-bits", "4", "--seq-len", "200"], "Raise --seq-len to"),
-        (["--kv-bits", "k4"], "keys and values apart: k4v2"),
+        (["--kv-bits", "k4"], "or name keys and values apart, as k4v2"),
         (["--kv-bits", "4"], "--kv-bits 4 has no effect on windows of 64 tokens"),
         (["--kv-bits", "2", "--seq-len", "192"], "has no effect on windows of 192"),
         (["--kv-bits", "4", "--stream", "--seq-len", "129"], "does not pass through a quantized KV cache"),

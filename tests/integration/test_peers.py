@@ -136,7 +136,7 @@ def test_a_failing_peer_is_told_and_leaves_no_result(run: Any, tmp_path: Path) -
     script.write_text("raise SystemExit(3)")
     (tmp_path / "partial").mkdir()
     args = type("Args", (), dict(source="s", method="m", bits=4, group_size=64, sym=True, peer="x", dtype="default"))()
-    with pytest.raises(SystemExit, match="x failed with exit code 3"):
+    with pytest.raises(SystemExit, match="fails failed with exit code 3"):
         run.quantize(Path(sys.executable), str(script), args, tmp_path / "partial")
 
 

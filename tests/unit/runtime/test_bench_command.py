@@ -69,7 +69,7 @@ def test_a_grid_gives_one_row_for_each_cell(
         (("--seed", "-1"), "--seed -1"),
         (("--head-bits", "3"), "head_bits=3"),
         (("--device", "cpu", "--no-graphs"), "only a GPU captures graphs"),
-        (("--kv-bits", "5"), "is kept at 16, 8, 4, 3, 2 bits"),
+        (("--kv-bits", "5"), "choose 16, 8, 4, 3, 2 or fp8"),
         (
             ("--prompt", "250", "--new-tokens", "32"),
             "--prompt 250 and --new-tokens 32 are together more than the model's context of 256",

@@ -113,9 +113,11 @@ def test_weights_of_another_model_are_refused(packed_folder: Folder) -> None:
 
 def test_options_are_refused_by_name(float_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = float_folder("llama")
-    for bad in ({"device": "tpu"}, {"device": "meta"}, {"dtype": "int8"}, {"kernel": "warp"}, {"kv_bits": 5}):
+    for bad in ({"device": "tpu"}, {"device": "meta"}, {"dtype": "int8"}, {"kernel": "warp"}):
         with pytest.raises(RequestError, match=next(iter(bad))):
             load(folder, **{"device": "cpu", **bad})  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="--kv-bits 5: choose"):
+        load(folder, device="cpu", kv_bits=5)
     with pytest.raises(CheckpointError, match=r"no static KV scales for 'model[.]layers[.]0[.]self_attn'"):
         load(folder, device="cpu", kv_bits=8, kv_scales="static")
     with pytest.raises(RequestError, match="says nothing about its cache"):
