@@ -1,7 +1,7 @@
 """Decode and prefill on a CPU, side by side in one run, the engines taking turns round by round.
 
     python eval/kernels/cpu_decode.py --model smollm2-135m --out eval/results/cpu_decode-smollm2-135m.json
-    python eval/kernels/cpu_decode.py --model random-1.5b --rounds 2 --new-tokens 16 --prefill 512 --only '*bfloat16' --only "*torch's*" --only '*8 bit'
+    python eval/kernels/cpu_decode.py --model random-1.5b --rounds 3 --prompt 8 --new-tokens 9 --prefill '' --only '*bfloat16' --only "*torch's*" --only '*8 bit'
     ... --llama PYTHON --gguf FILE [--gguf FILE]      llama-cpp-python in an environment of its own, as one more engine
 
 Engines: transformers' definition with float32 and bf16 weights; quantkit with torch's own packed kernels (as without the extra ``[cpu]``); quantkit with
