@@ -17,6 +17,7 @@ import fnmatch
 import gc
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -250,6 +251,32 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+class Machine:
+    """What the machine gives before a measurement."""
+
+    def __init__(self) -> None:
+        self.bandwidth, self.load = measure_bandwidth(CPU), os.getloadavg()[0]
+
+
+def store(options: argparse.Namespace, what: dict[str, Any], machine: Machine, rows: list[dict[str, Any]]) -> None:
+    """Write a measurement to ``--out`` with how, where and beside what it was made. The command leaves out paths."""
+    given = [a for a in sys.argv[1:] if "/" not in a and a != "--out"]
+    result = {
+        "command": shlex.join(["python", f"eval/kernels/{Path(sys.argv[0]).name}", *given]),
+        "note": options.note,
+        "model": options.model,
+        **what,
+        "bandwidth_read_gb_per_s": round(machine.bandwidth.read / 1e9, 2),
+        "bandwidth_copy_gb_per_s": round(machine.bandwidth.copy / 1e9, 2),
+        "load_average": [round(machine.load, 2), round(os.getloadavg()[0], 2)],
+        "versions": versions(),
+        "hardware": hardware(),
+        "rows": rows,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2-135m")
@@ -265,29 +292,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    bandwidth = measure_bandwidth(CPU)
-    load_before = os.getloadavg()[0]
+    machine = Machine()
     rows = measure(engines(options), options)
     by_name = {row["engine"]: row["decode_tokens_per_second"] for row in rows}
     for row in rows:
         for base in ("float32", "bfloat16"):
             if f"transformers {base}" in by_name:
                 row[f"times_transformers_{base}"] = round(by_name[row["engine"]] / by_name[f"transformers {base}"], 2)
-    result = {
-        "command": "python eval/kernels/cpu_decode.py " + " ".join(a for a in sys.argv[1:] if "/" not in a),
-        "note": options.note,
-        "model": options.model,
-        "prompt": options.prompt,
-        "new_tokens": options.new_tokens,
-        "bandwidth_read_gb_per_s": round(bandwidth.read / 1e9, 2),
-        "bandwidth_copy_gb_per_s": round(bandwidth.copy / 1e9, 2),
-        "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "versions": versions(),
-        "hardware": hardware(),
-        "rows": rows,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    store(options, {"prompt": options.prompt, "new_tokens": options.new_tokens}, machine, rows)
     for row in rows:
         times = row.get("times_transformers_bfloat16")
         beside = "" if times is None else f"x{times:.2f} bf16  "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import statistics
 import sys
@@ -22,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cpu_decode import CPU, NoTokenizer, module_of
+from cpu_decode import CPU, Machine, NoTokenizer, module_of, store
 
 from quantkit.core import affine
 from quantkit.core.kvscheme import KVPlan, KVScheme
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.evaluate.environment import hardware, versions
-from quantkit.evaluate.traffic import measure_bandwidth, weight_bytes_per_step
+from quantkit.evaluate.traffic import weight_bytes_per_step
 from quantkit.runtime import workers
 from quantkit.runtime.attention import transformers_cache
 from quantkit.runtime.cache import KVCache
@@ -128,8 +126,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    bandwidth = measure_bandwidth(CPU)
-    load_before = os.getloadavg()[0]
+    machine = Machine()
     made = engines(options, numba=True) + (engines(options, numba=False) if options.torch_tokens else [])
     for number in range(options.rounds + 1):
         for engine in made:
@@ -137,20 +134,7 @@ def main() -> None:
             if number:  # the first round pays for page faults and compilation
                 engine.milliseconds.append(spent)
     rows = [row_of(engine, made) for engine in made]
-    result = {
-        "command": "python eval/kernels/cpu_kv.py " + " ".join(a for a in sys.argv[1:] if "/" not in a),
-        "note": options.note,
-        "model": options.model,
-        "context": options.context,
-        "filled_with": "random keys and values",
-        "bandwidth_read_gb_per_s": round(bandwidth.read / 1e9, 2),
-        "load_average": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "versions": versions(),
-        "hardware": hardware(),
-        "rows": rows,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    store(options, {"context": options.context, "filled_with": "random keys and values"}, machine, rows)
     for row in rows:
         print(f"{row['milliseconds_per_token']:8.2f} ms  x{row['times_16_bit']:.2f} of 16 bit  {row['engine']}")
 

@@ -331,10 +331,6 @@ class PagedLayer:
         """int64 ``[batch, pages]`` on the host: exact pages from each row's ``base`` on, padded with 0."""
         return _table([row.exact_pages for row in self.rows])
 
-    def packed_table(self) -> Tensor:
-        """int64 ``[batch, pages]`` on the host: packed pages from each row's ``dropped`` on, padded with 0."""
-        return _table([row.packed_pages for row in self.rows])
-
     def pool(self) -> Pool:
         """The exact pages. Raises RequestError before the first ``append``."""
         if self.exact is None:

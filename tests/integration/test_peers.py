@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scripts import script
 
 from quantkit.calibrate.data import load_windows
 from quantkit.checkpoint.source import open_source
@@ -20,16 +20,7 @@ PEERS = Path(__file__).resolve().parents[2] / "eval" / "peers"
 
 
 def module(name: str) -> Any:
-    return module_at(PEERS / f"{name}.py")
-
-
-def module_at(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"peers_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return script(PEERS / f"{name}.py")
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +154,7 @@ def test_a_peers_cache_is_judged_as_quantkits_own(tiny_original: Path, calibrati
 
     protocol: dict[str, Any] = {"data": str(calibration_text), "protocol": "gptq", "seq_len": 256, "tokens": 512}
     prepared = prepare(tiny_original, **protocol)
-    foreign = module_at(PEERS.parent / "foreign_cache.py").ForeignCache(
+    foreign = script(PEERS.parent / "foreign_cache.py").ForeignCache(
         str(tiny_original), protocol, prepare_baseline(tiny_original, prepared)
     )
     assert foreign.options({}) == [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import script
 
 from quantkit.core.kvscheme import KVScheme
 
@@ -16,13 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def kv_memory() -> Any:
-    spec = importlib.util.spec_from_file_location("kv_memory", ROOT / "eval" / "kv_memory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kv_memory"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script(ROOT / "eval" / "kv_memory.py")
 
 
 def test_four_bits_with_scales_take_0_281_of_sixteen(kv_memory: Any) -> None:

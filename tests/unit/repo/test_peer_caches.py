@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scripts import script
 
 EVAL = Path(__file__).resolve().parents[3] / "eval"
 
 
-def module(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"tested_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 @pytest.fixture(scope="module")
 def kivi() -> Any:
-    return module(EVAL / "peers" / "kivi.py")
+    return script(EVAL / "peers" / "kivi.py")
 
 
 def fed(layer: Any, k: torch.Tensor, v: torch.Tensor, chunk: int = 64) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from decimal import Decimal
@@ -10,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import script
 
 ROOT = Path(__file__).resolve().parents[3]
 SCALES = (1, 100, Decimal("1e-6"), Decimal("1e-9"))  # as it is, in per cent, bytes in MB, bytes in GB
 
 
 def results_table() -> Any:
-    spec = importlib.util.spec_from_file_location("results_table", ROOT / "eval" / "results_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(ROOT / "eval" / "results_table.py")
 
 
 def figures(value: Any) -> list[Decimal]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import script
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = {"id": "a-rtn", "model": "a", "label": "x", "convert": ["--bits", "4"], "expect": {"perplexity": [1.0, 2.0]}}
@@ -18,12 +18,7 @@ KEYS = {"id", "model", "label", "convert", "peer", "of", "evaluate", "expect", "
 
 @pytest.fixture(scope="module")
 def suite() -> Any:
-    spec = importlib.util.spec_from_file_location("run_suite", ROOT / "eval" / "run_suite.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(ROOT / "eval" / "run_suite.py")
 
 
 def store(folder: Path, row: dict[str, Any], suite: Any, perplexity: float = 1.5) -> None:
