@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from quantkit.calibrate.stats import Hessian
 from quantkit.calibrate.transfer import Shuttle
 from quantkit.errors import UnsupportedModel
+from quantkit.model.experts import expert_linears
 from quantkit.model.stepper import Call, run_block
 
 
@@ -46,42 +47,64 @@ def observe(
     call: Call,
     groups: Sequence[tuple[str, ...]],
     kv: KeyValueSink | None = None,
+    exact: Sequence[Tensor] = (),
 ) -> list[Hessian]:
     """One Hessian per input group, over all states ([batch, tokens, hidden] each, on the host). kv: also observe keys and values.
 
-    Runs, and keeps the statistics, on the device that the block is on; ``call`` must be there too.
+    exact: the original model's states beside ``states``, advanced in place: the block still has its original weights, and the Hessians get
+    their ``cross``, but for experts, which other tokens reach in the original model. Runs, and keeps the statistics, on the device that the
+    block is on; ``call`` must be there too.
     """
     device = device_of(block)
     firsts = [block.get_submodule(names[0]) for names in groups]
     hessians = [Hessian(linear.in_features, device) for linear in firsts]  # type: ignore[arg-type]
     cache = _ObservingCache(kv) if kv is not None else None
     seen: set[int] = set()
+    beside: dict[int, Tensor] = {}
 
-    def hook(index: int) -> Callable[..., None]:
-        def pre(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            hessians[index].add(args[0])
-            seen.add(index)
-            if len(seen) == len(groups) and (cache is None or cache.called):
-                raise _Done
+    def see(index: int, x: Tensor) -> None:
+        hessians[index].add(x, beside.pop(index, None))
+        seen.add(index)
+        if len(seen) == len(groups) and (cache is None or cache.called):
+            raise _Done
 
-        return pre
-
-    handles = [linear.register_forward_pre_hook(hook(i)) for i, linear in enumerate(firsts)]
-    if cache is not None:
-        call = with_cache(block, call, cache)
-    try:
-        for hidden in Shuttle(states, device).arriving():
-            seen.clear()
-            if cache is not None:
-                cache.called = False
-            with contextlib.suppress(_Done):
-                run_block(block, hidden, call)
-    finally:
-        for handle in handles:
-            handle.remove()
+    of_experts = expert_linears(block)
+    paired = {index: linear for index, linear in enumerate(firsts) if groups[index][0] not in of_experts}
+    usual = call if cache is None else with_cache(block, call, cache)
+    originals = Shuttle(exact, device)
+    ahead = originals.arriving()
+    for index, hidden in enumerate(Shuttle(states, device).arriving()):
+        seen.clear()
+        if cache is not None:
+            cache.called = False
+        if exact:
+            with _tapped(paired, lambda i, x: beside.update({i: x.clone()})):
+                originals.leave(index, run_block(block, next(ahead), call))
+        if groups or cache is not None:
+            with _tapped(dict(enumerate(firsts)), see), contextlib.suppress(_Done):
+                run_block(block, hidden, usual)
+    originals.finish()
     if cache is not None and not cache.called:
         raise UnsupportedModel(f"{type(block).__name__}: never hands its keys and values to the cache.")
     return hessians
+
+
+@contextlib.contextmanager
+def _tapped(modules: Mapping[int, nn.Module], see: Callable[[int, Tensor], object]) -> Iterator[None]:
+    """Inside: ``see`` gets the key and the input of each of the modules that runs."""
+
+    def tap(index: int) -> Callable[..., None]:
+        def pre(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            see(index, args[0])
+
+        return pre
+
+    handles = [module.register_forward_pre_hook(tap(index)) for index, module in modules.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def with_cache(block: nn.Module, call: Call, cache: Any) -> Call:

@@ -44,12 +44,15 @@ def split_product(left: Tensor, right: Tensor, mode: str) -> Tensor:
     return multiply(lefts, torch.cat(_rights(right, mode), dim=0))
 
 
-def gram_factors(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 ``rows [n, k]`` -> L, R with ``L.T @ R = rows.T @ rows`` (by ``multiply``, any columns of both), in the mode that is active."""
-    mode = _active[-1]
+def gram_factors(rows: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """float32 ``rows [n, k]`` -> L, R with ``L.T @ R = rows.T @ others`` (by ``multiply``, any columns of both), in the mode that is active.
+
+    others: float32 ``[n, m]``; ``rows`` if None.
+    """
+    mode, others = _active[-1], rows if others is None else others
     if mode == "float32":
-        return rows, rows
-    return torch.cat(_lefts(rows, mode)), torch.cat(_rights(rows, mode))
+        return rows, others
+    return torch.cat(_lefts(rows, mode)), torch.cat(_rights(others, mode))
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:

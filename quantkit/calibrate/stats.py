@@ -19,26 +19,37 @@ class Hessian:
 
     Tokens with a NaN, an infinite entry or one whose square is infinite are dropped and counted: one would spoil the whole
     matrix.
+
+    cross: the running sum of (y - x) xᵀ, if ``add`` is given what the original model has (y) in the place of each x; else None.
     """
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
         dtype = torch.float64 if torch.device(device).type == "cpu" else torch.float32
         self.sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
         self.largest = torch.zeros(in_features, device=device)
+        self.cross: Tensor | None = None
         self.tokens = 0
         self.dropped = 0
 
-    def add(self, x: Tensor) -> None:
-        """x: [..., in_features]"""
+    def add(self, x: Tensor, exact: Tensor | None = None) -> None:
+        """x: [..., in_features]. exact: the same of the original model, always or never given; a token is dropped if either is not finite."""
         rows = x.reshape(-1, x.shape[-1]).float()
         finite = torch.linalg.vector_norm(rows, dim=-1) < LARGEST_NORM  # False for NaN too
+        beside = None if exact is None else exact.reshape(rows.shape).float()
+        if beside is not None:
+            finite &= torch.linalg.vector_norm(beside, dim=-1) < LARGEST_NORM
         if not bool(finite.all()):
             self.dropped += int((~finite).sum())
             rows = rows[finite]
+            beside = None if beside is None else beside[finite]
         self.tokens += rows.shape[0]
         if rows.shape[0]:
             torch.maximum(self.largest, rows.abs().amax(0), out=self.largest)
         self._accumulate(rows)
+        if beside is not None:
+            self.cross = torch.zeros_like(self.sum) if self.cross is None else self.cross
+            left, right = gram_factors(beside - rows, rows)
+            self.cross += multiply(left.t(), right)
 
     def _accumulate(self, rows: Tensor) -> None:
         # Only blocks on and above the diagonal are multiplied: 62% of the work for wide inputs.

@@ -29,7 +29,8 @@ class InputGroup:
     """Linears of a block that read one tensor (names inside the block), and what is known about that tensor.
 
     hessian: [in, in], the mean of x xᵀ over ``tokens``, where the block is; largest: float32 [in], the largest |x| per
-    channel; None without data. ``dropped`` tokens were not finite.
+    channel; None without data. ``dropped`` tokens were not finite. cross: [in, in], the mean of (y - x) xᵀ with y what the original model
+    has in the place of x (``algorithms.PAIRED`` methods; never for experts), else None.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,7 @@ class InputGroup:
     tokens: int = 0
     dropped: int = 0
     largest: Tensor | None = None
+    cross: Tensor | None = None
 
 
 @dataclass
@@ -76,7 +78,7 @@ def _quantize(
     targets = [plan.targets[f"{prefix}.{name}"] for name in names]
     linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
     try:
-        solution = _solve(plan, torch.cat([linear.weight for linear in linears]), scheme, group.hessian)
+        solution = _solve(plan, torch.cat([linear.weight for linear in linears]), scheme, group)
     except NumericsError as error:
         raise NumericsError(f"{targets[0].name}: {error}") from error
     if solution.damping is not None and solution.damping > plan.options.damping:
@@ -94,8 +96,8 @@ def _quantize(
             linear.register_forward_pre_hook(round_input)
 
 
-def _solve(plan: Plan, weight: Tensor, scheme: Scheme, hessian: Tensor | None) -> Solution:
-    o = plan.options
+def _solve(plan: Plan, weight: Tensor, scheme: Scheme, group: InputGroup) -> Solution:
+    o, hessian = plan.options, group.hessian
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
         return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales), _columns(weight.device))

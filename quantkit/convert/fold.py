@@ -189,6 +189,8 @@ class _Stage:
                 assert inside == list(group.names)  # who reads one tensor is scaled together
                 columns = self.fold.columns(group.names[0], factors).double()
                 group.hessian.div_(columns[:, None]).div_(columns[None, :])
+                if group.cross is not None:
+                    group.cross.div_(columns[:, None]).div_(columns[None, :])
                 if group.largest is not None:
                     group.largest.div_(columns)
         return None

@@ -62,6 +62,7 @@ class Sizes:
     packed_model: int = 0  # of the written model, loaded to run it
     fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
     kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
+    paired: bool = False  # the original model's states and activations are kept beside the quantized ones
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
 
 
@@ -85,11 +86,12 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     """
     f32 = 4
     away = device != "cpu"
-    states = sizes.tokens * sizes.hidden * f32
+    streams = 1 + sizes.paired
+    states = streams * sizes.tokens * sizes.hidden * f32
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
     if away:  # torch rounds pinned blocks up to a power of two
         states = _pinned(states, batch * sizes.hidden * f32)
-    hessians = 0 if away or not sizes.calibrated else sum(w * w for w in sizes.widths) * 8
+    hessians = 0 if away or not sizes.calibrated else streams * sum(w * w for w in sizes.widths) * 8
     widest = max(sizes.widths)
     read_block = sizes.largest_parameter * f32 if away else sizes.block * f32
     phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize}
@@ -99,7 +101,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
         # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
         reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
         phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
-        inner = 0 if away else batch * sizes.inner * f32
+        inner = 0 if away else batch * (sizes.inner + sizes.paired * sum(sizes.widths)) * f32
         phases["block"] = states + read_block + hessians + inner + sizes.kv_sample_bytes
     if sizes.fold and not away:
         phases["fold"] = states + read_block + hessians + sizes.fold
@@ -114,7 +116,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
         phases["generate"] = sizes.packed_model + sizes.kernels
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
-    work = output + 2 * sizes.tokens * sizes.hidden * f32
+    work = output + 2 * streams * sizes.tokens * sizes.hidden * f32
     return Prediction(
         host, predict_device(sizes) if away else 0, max(work, 2 * output), work, output, phases
     )  # states are gone when the output is assembled
@@ -134,12 +136,15 @@ def predict_device(sizes: Sizes) -> int:
     f32, f64 = 4, 8
     widest = max(sizes.widths)
     square = widest * widest if sizes.calibrated else 0
-    base = sizes.block * f32 + (sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
+    streams = 1 + sizes.paired
+    base = sizes.block * f32 + (streams * sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
     searched = min(sizes.largest_group, SEARCH_ELEMENTS_GPU)
     split = 32 * batch * widest + 20 * sizes.largest_parameter  # factors of bf16x6: three parts, six times on each side
     phases = {
-        "observe": batch * f32 * (sizes.inner + ON_DEVICE * sizes.hidden) + square * f32 // 8 + split,
+        "observe": batch * f32 * (sizes.inner + sizes.paired * sum(sizes.widths) + streams * ON_DEVICE * sizes.hidden)
+        + square * f32 // 8
+        + split,
         "solve": sizes.largest_group * f32
         + max(4 * square * f64, 10 * searched * f32, sizes.largest_group * (2 * f32 + 2) + square * f64),
         "report": square * f64 + 2 * sizes.largest_parameter * f32 + 4 * min(sizes.largest_parameter, 1 << 24) * f64,

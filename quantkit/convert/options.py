@@ -108,6 +108,11 @@ class ConvertOptions:
         """True if calibration text is read: for the method's statistics, or for the scales of the KV cache."""
         return self.method in algorithms.CALIBRATED or self.cache.wanted
 
+    @property
+    def paired(self) -> bool:
+        """True if the original model's states are kept beside the quantized ones."""
+        return self.method in algorithms.PAIRED
+
     def for_manifest(self) -> dict[str, Any]:
         """What decides the bytes of the result (where it is written does not)."""
         data = asdict(self)

@@ -282,6 +282,7 @@ def _sizes(
         packed_model=packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
         kernels=kernel_bytes(),
         calibrated=windows is not None,
+        paired=options.paired and windows is not None,
         fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
         outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),

@@ -18,6 +18,7 @@ from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
 from quantkit.calibrate.products import choose_products
+from quantkit.calibrate.transfer import hold
 from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.cache import engine_scales, summary
@@ -150,7 +151,7 @@ class _Conversion:
             self.report.restore(self.work.finished)
             return self.report
         plan = self.plan
-        first, states, calls, short_calls = self._begin()
+        first, states, exact, calls, short_calls = self._begin()
         for index in range(first, len(plan.blocks)):
             name, block = plan.blocks.name(index), plan.blocks.modules[index]
             self.listen(Progress("blocks", index, len(plan.blocks), self._last_error()))
@@ -160,7 +161,7 @@ class _Conversion:
                 call, short = calls[index].to(plan.device), short_calls[index].to(plan.device)
                 few = probe(states, SHORT).to(plan.device)
                 names = input_groups(block, few, short)
-                groups = self._observe(index, block, names, states, call, result)
+                groups = self._observe(index, block, names, states, exact, call, result)
                 if plan.options.method in FOLDING:
                     fold_block(plan, name, block, groups, few, short, result)
                     self._observe_kv(index, block, states, call, result)
@@ -172,15 +173,16 @@ class _Conversion:
             self._collect(result)
             if states and index + 1 < len(plan.blocks):
                 advance(block, states, call)
-                self.work.states.keep(index + 1, states)
+                self.work.states.keep(index + 1, [*states, *exact])
             plan.weights.release(name)
             release_memory(plan.device)
         states.clear()
+        exact.clear()
         self._finish()
         return self.report
 
-    def _begin(self) -> tuple[int, list[Tensor], list[Call], list[Call]]:
-        """The first block to do, and the states in front of it. A resumed job takes up its last whole states; blocks that
+    def _begin(self) -> tuple[int, list[Tensor], list[Tensor], list[Call], list[Call]]:
+        """The first block to do, and the states in front of it, also those that the original model has there, if the method wants them. A resumed job takes up its last whole states; blocks that
         were recorded after those are done again, with the same result."""
         total, recorded = len(self.plan.blocks), 0
         results: list[BlockResult] = []
@@ -194,8 +196,14 @@ class _Conversion:
         for result in results[:first]:
             self._collect(result)
         if plan.windows is None or first == total:
-            return first, [], [], []
-        return first, *embed(plan.model, plan.blocks, plan.weights, plan.windows.ids, plan.device, states)
+            return first, [], [], [], []
+        found, calls, short = embed(plan.model, plan.blocks, plan.weights, plan.windows.ids, plan.device, states)
+        if not plan.options.paired:
+            return first, found, [], calls, short
+        if states is None:
+            return first, found, [hold(state.clone(), plan.device) for state in found], calls, short
+        half = len(found) // 2  # as they were kept: first the quantized ones
+        return first, found[:half], found[half:], calls, short
 
     def _finish(self) -> None:
         """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
@@ -248,17 +256,18 @@ class _Conversion:
         block: nn.Module,
         names: list[tuple[str, ...]],
         states: list[Tensor],
+        exact: list[Tensor],
         call: Call,
         result: BlockResult,
     ) -> list[InputGroup]:
-        """Statistics of every input of a linear to quantize, and the scales of the KV cache, in one pass."""
+        """Statistics of every input of a linear to quantize, and the scales of the KV cache, in one pass, which advances ``exact``."""
         plan, prefix = self.plan, self.plan.blocks.name(index)
         wanted = [group for group in names if any(f"{prefix}.{name}" in plan.targets for name in group)]
         later = plan.options.method in FOLDING  # a fold may scale the values; their scales are calibrated afterwards
         observer = KVObserver() if plan.options.cache.wanted and not later else None
-        if not wanted and observer is None:
+        if not wanted and observer is None and not exact:
             return []
-        hessians = observe(block, states, call, wanted, observer)
+        hessians = observe(block, states, call, wanted, observer, exact)
         if observer is not None:
             self._kv_ranges(index, observer, block, states, call, result)
         tokens = [h.tokens for h in hessians]
@@ -267,7 +276,8 @@ class _Conversion:
         for group, count in zip(wanted, tokens, strict=True):  # each sum is freed as soon as its mean is taken
             h = hessians.pop(0)
             mean = h.result(f"{prefix}.{group[0]}") if h.tokens + h.dropped else None
-            groups.append(InputGroup(group, mean, count, h.dropped, h.largest))
+            cross = None if h.cross is None else h.cross.div_(h.tokens)
+            groups.append(InputGroup(group, mean, count, h.dropped, h.largest, cross))
         return groups
 
     def _kv_ranges(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import quantkit
+from quantkit import algorithms
 from quantkit.convert import resume, run, states
 from quantkit.errors import NumericsError, QuantkitError, RequestError
 
@@ -113,6 +114,31 @@ def test_an_error_leaves_a_job_that_can_go_on(
     assert len(report.layers) == 21
     assert digest(tmp_path / "out") == wanted
     assert not work.exists()
+
+
+def test_the_original_models_states_are_taken_up_beside_the_quantized_ones(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(algorithms, "PAIRED", ("gptq",))
+    seen: list[tuple[str, str]] = []
+    observe = run.observe
+
+    def watched(*args: Any) -> Any:
+        seen.append(tuple(hashlib.sha256(b"".join(s.numpy().tobytes() for s in args[i])).hexdigest() for i in (1, 5)))  # type: ignore[arg-type]
+        return observe(*args)
+
+    monkeypatch.setattr(run, "observe", watched)
+    convert()
+    whole, wanted = seen.copy(), digest(tmp_path / "out")
+    assert [mine == original for mine, original in whole] == [True, False, False]
+    (tmp_path / "out").rename(tmp_path / "wanted")
+    stop_at(monkeypatch, 2, Stopped())
+    with pytest.raises(Stopped):
+        convert()
+    seen.clear()
+    convert(resume=True)
+    assert seen == whole[1:]
+    assert digest(tmp_path / "out") == wanted
 
 
 @pytest.mark.parametrize(

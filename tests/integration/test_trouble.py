@@ -132,8 +132,8 @@ def test_a_layer_that_never_sees_data_is_rounded_and_named(
 ) -> None:
     observe = run.observe
 
-    def blind(block: Any, states: Any, call: Any, groups: Any, kv: Any) -> Any:
-        hessians = observe(block, states, call, groups, kv)
+    def blind(block: Any, states: Any, call: Any, groups: Any, *rest: Any) -> Any:
+        hessians = observe(block, states, call, groups, *rest)
         return [
             Hessian(h.sum.shape[0]) if "self_attn.o_proj" in names else h
             for names, h in zip(groups, hessians, strict=True)

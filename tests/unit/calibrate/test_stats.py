@@ -56,3 +56,27 @@ def test_too_many_non_finite_tokens_stop_the_job_naming_the_layer() -> None:
 def test_a_layer_without_data_is_named() -> None:
     with pytest.raises(NumericsError, match="lonely"):
         Hessian(4).result("lonely")
+
+
+def test_the_cross_moment_is_the_mean_of_what_is_missing_times_what_is_there() -> None:
+    x, y = torch.randn(2, 40, 6, generator=torch.Generator().manual_seed(3))
+    h = Hessian(6)
+    h.add(x[:15], y[:15])
+    h.add(x[15:], y[15:])
+    assert h.cross is not None
+    torch.testing.assert_close(h.cross / 40, (y - x).double().t() @ x.double() / 40, rtol=1e-5, atol=1e-6)
+    same = Hessian(6)
+    same.add(x, x)
+    assert same.cross is not None
+    assert not bool(same.cross.any())
+
+
+def test_a_token_is_dropped_where_the_original_is_not_finite_either() -> None:
+    x, y = torch.randn(2, 30, 4, generator=torch.Generator().manual_seed(4))
+    clean, dirty = Hessian(4), Hessian(4)
+    clean.add(x[2:], y[2:])
+    y[0, 1], x[1, 2] = float("inf"), float("nan")
+    dirty.add(x, y)
+    assert (dirty.tokens, dirty.dropped) == (28, 2)
+    torch.testing.assert_close(dirty.cross, clean.cross)
+    torch.testing.assert_close(dirty.result(), clean.result())

@@ -33,6 +33,14 @@ def test_a_cpu_needs_no_device_memory_and_a_gpu_less_of_the_host() -> None:
     assert predict(LARGE, "cuda").phases["solve"] < predict(LARGE).phases["solve"]
 
 
+def test_a_method_that_compares_with_the_original_keeps_both_models_states() -> None:
+    both = dataclasses.replace(LARGE, paired=True)
+    states = LARGE.tokens * HIDDEN * 4
+    assert predict(both).phases["block"] - predict(LARGE).phases["block"] > states
+    assert predict(both).work - predict(LARGE).work == 2 * states
+    assert predict_device(both) > predict_device(LARGE)
+
+
 def test_without_statistics_a_device_holds_the_block_and_what_is_searched() -> None:
     plain = dataclasses.replace(LARGE, calibrated=False, tokens=0)
     assert 4 * plain.block < predict_device(plain) < predict_device(LARGE)
