@@ -135,6 +135,11 @@ def _check_handed_on(received: Any, returned: Tensor, name: str) -> None:
 @torch.no_grad()
 def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
     """One block on a hidden state [batch, tokens, hidden] -> the next. Blocks that return tuples give their first member."""
+    return forward_block(block, hidden, call)
+
+
+def forward_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
+    """As ``run_block``, recording for gradients where the caller does."""
     out = block(hidden, *call.args, **call.kwargs)
     result = out[0] if isinstance(out, tuple) else out
     if not isinstance(result, Tensor) or result.shape != hidden.shape:
@@ -145,6 +150,11 @@ def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
 @torch.no_grad()
 def run_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
     """What follows the blocks (final norm, head, soft caps), by the model's own forward: final hidden state -> logits."""
+    return forward_tail(model, blocks, input_ids, hidden)
+
+
+def forward_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
+    """As ``run_tail``, recording for gradients where the caller does."""
     run: Any = model
 
     def logits() -> Tensor | None:
