@@ -108,6 +108,7 @@ RECIPES = {
     "k3-channel-searched": Recipe(channel(3, search=True), EXACT),
     "k2-channel": Recipe(channel(2), EXACT, recent=128),
     "k2-channel-searched": Recipe(channel(2, search=True), EXACT, recent=128),
+    "kv3-values-searched": Recipe(channel(3), token(3, rotate=True, search=True)),
     "kv3-plain": Recipe(channel(3, search=True), token(3, search=True)),
     "kivi2": Recipe(channel(2, 32), token(2, 32), recent=128, first=0),
     "kivi2-first4": Recipe(channel(2, 32), token(2, 32), recent=128),

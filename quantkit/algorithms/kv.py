@@ -214,7 +214,8 @@ def _error(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
 def as_cached(
     k: Tensor, v: Tensor, scheme: KVScheme, static: LayerScales | None = None, behind: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Whole sequences as the cache gives them to the query with ``behind`` tokens after it: pages older than ``recent`` then rounded, the rest exact.
+    """Whole sequences as the cache gives them to the query with ``behind`` tokens after it, which is itself the newest of ``recent``: it has
+    position ``n = tokens - 1 - behind``; pages that end at or before ``n + 1 - recent`` are rounded, the rest is exact.
 
     k, v: float ``[batch, kv_heads, tokens, head_dim]``, unpadded; results of their dtypes. static: scales of a scheme that is not online.
     """

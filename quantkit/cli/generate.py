@@ -86,6 +86,7 @@ def command(
                 "inter_token_latencies": result.inter_token_latencies,
                 "tokens_per_second": result.tokens_per_second,
                 "kv_bits": loaded.kv_bits,
+                "kv_scales": loaded.kv_plan.kind,
                 "kv_stored_bits": loaded.kv_stored_bits,
                 "kv_cache_bytes": result.kv_cache_bytes,
                 "memory": loaded.memory(),
@@ -98,7 +99,7 @@ def command(
     click.echo(
         f"loaded in {load_seconds:.1f} s; {result.prompt_tokens} prompt tokens, first token after "
         f"{result.time_to_first_token * 1e3:.0f} ms; {len(result.tokens)} tokens, {median * 1e3:.1f} ms each (median), "
-        f"{result.tokens_per_second:.1f} tokens/s; KV cache {loaded.kv_stored_bits:.3g} bit, {result.kv_cache_bytes / 1e6:.2f} MB; "
+        f"{result.tokens_per_second:.1f} tokens/s; KV cache {loaded.kv_words}, {result.kv_cache_bytes / 1e6:.2f} MB; "
         f"ended by {result.finish_reason}",
         err=True,
     )

@@ -65,12 +65,9 @@ def _lines(data: dict[str, Any]) -> list[str]:
 
 def _cache_lines(data: dict[str, Any]) -> list[str]:
     """The stored plan of the KV cache: a line for all layers, and one for each kind where they differ."""
-    from quantkit.convert.cache import label_words
+    from quantkit.core.kvscheme import cache_words
 
-    stored = "" if data["stored_bits"] is None else f": {data['stored_bits']:.3f} bits per number with its scales"
-    kind = "calibrated" if data["scales"] == "fp8" else data["scales"]
-    words = label_words(data["bits"]).removeprefix("KV cache ")
-    lines = [f"  {'KV cache':<18} {words}, {kind} scales{stored}"]
+    lines = [f"  {'KV cache':<18} {cache_words(data['bits'], data['scales'], data['stored_bits'])}"]
     kinds: dict[tuple[int, int], list[str]] = {}
     for index, layer in enumerate(data["layers"]):
         kinds.setdefault((layer["keys"], layer["values"]), []).append(str(index))

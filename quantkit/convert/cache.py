@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quantkit.algorithms.allocate import allocate
 from quantkit.algorithms.kv import KVObserver, LayerRanges, Range, as_cached
 from quantkit.calibrate.cache_damage import NEWEST, cache_damage
-from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, KVScheme, Scales
+from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, KVScheme, Scales, bits_words
 from quantkit.errors import NumericsError, RequestError
 from quantkit.model.stepper import Call
 
@@ -123,10 +123,7 @@ def request(bits: int | str, scales: Scales, budget: float | None) -> CacheReque
 
 def label_words(label: int | str) -> str:
     """What a report says of a cache: ``KV cache 4 bits``, ``KV cache k4v2``, ``KV cache fp8``."""
-    if str(label).startswith(("k", "fp8")):
-        return f"KV cache {label}"
-    number, _, rest = str(label).partition(" ")
-    return " ".join(["KV cache", number, "bits", *([rest] if rest else [])])
+    return f"KV cache {bits_words(label)}"
 
 
 def engine_scales(plan: KVPlan, stored: Mapping[str, str]) -> dict[str, Tensor]:

@@ -20,13 +20,14 @@ from quantkit.convert import selftext
 from quantkit.convert.device import check_device
 from quantkit.convert.embed import before_blocks
 from quantkit.convert.folder import carried
-from quantkit.convert.memory import Prediction, Sizes, kernel_bytes, predict
+from quantkit.convert.memory import BATCH_TOKENS, Prediction, Sizes, kernel_bytes, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
 from quantkit.convert.sample import fallback
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
 from quantkit.core.host import size_text
+from quantkit.core.kvpages import CUTS, SEARCHED_AT_ONCE
 from quantkit.errors import QuantkitError, RequestError
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.experts import expert_linears, routers
@@ -130,7 +131,8 @@ def make_plan(options: ConvertOptions) -> Plan:
         )
     prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows), device.type)
     problems += check_room(options, prediction) + check_device(device, prediction)
-    warnings += fp8_elsewhere(options.kv_bits, form)
+    if options.cache.wanted:
+        warnings += cache_elsewhere(options.kv_bits, form)
     if options.resume:
         warnings.insert(0, resumed_note(options.work_folder, len(blocks.modules)))
     behind = carried(source)[1]
@@ -142,9 +144,14 @@ def make_plan(options: ConvertOptions) -> Plan:
     )  # fmt: skip
 
 
-def fp8_elsewhere(kv_bits: int | str, form: Format) -> list[str]:
-    """A warning if engines cannot read the scales of an fp8 cache from that format."""
-    if kv_bits != "fp8" or form.holds_cache_scales:
+def cache_elsewhere(kv_bits: int | str, form: Format) -> list[str]:
+    """What other engines do with the cache that is stored, if they do not read it."""
+    if kv_bits != "fp8":
+        return [
+            "the KV cache as it is stored here is read by quantkit only: vLLM, SGLang and other engines that load the weights keep their cache their "
+            "own way"
+        ]
+    if form.holds_cache_scales:
         return []
     return [
         f"--kv-bits fp8: the format {form.name} has no place for the scales of an fp8 cache; quantkit uses them, other engines would run theirs with "
@@ -286,7 +293,7 @@ def _sizes(
         fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
         outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
-        kv_sample_bytes=kv_sample_bytes(config) if options.cache.wanted else 0,
+        kv_sample_bytes=kv_sample_bytes(config, options),
     )
 
 
@@ -329,8 +336,16 @@ def _outside_bytes(weights: Weights, target: Target) -> int:
     return int(count * (stored * copies + 1 + 2 * target.scheme.bits / 8))
 
 
-def kv_sample_bytes(config: Any) -> int:
-    """Keys and values that one layer's observer keeps, in float32, and as much four times over while ranges are searched."""
+def kv_sample_bytes(config: Any, options: ConvertOptions) -> int:
+    """Keys and values that one layer's observer keeps, in float32, and as much four times over while ranges are searched; with a budget
+    the temporaries of a trial of one batch: four times one side, or twice and the ranges that pages try."""
+    if not options.cache.wanted:
+        return 0
     heads = cached_heads(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * heads * head_dim * SAMPLE_TOKENS * 4 + 4 * heads * head_dim * SAMPLE_TOKENS * 4)
+    sample = 6 * heads * head_dim * SAMPLE_TOKENS
+    trial = 0
+    if options.cache.budget is not None:
+        side = heads * head_dim * max(BATCH_TOKENS, options.seq_len)
+        trial = max(4 * side, 2 * side + 4 * min((len(CUTS) + 1) * side, SEARCHED_AT_ONCE))
+    return int(4 * (sample + trial))

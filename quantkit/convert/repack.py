@@ -25,7 +25,7 @@ from quantkit.convert.cache import engine_scales, label_words, summary
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_folder
 from quantkit.convert.memory import GENERATE_BYTES, kernel_bytes
-from quantkit.convert.plan import fp8_elsewhere, packed_model, refuse_same_place
+from quantkit.convert.plan import cache_elsewhere, packed_model, refuse_same_place
 from quantkit.convert.repack_cache import OPTIONS, CachePlan, calibrate_cache, plan_cache
 from quantkit.convert.repack_request import refuse_contradictions
 from quantkit.convert.report import ConvertReport, LayerReport
@@ -154,7 +154,8 @@ def plan_repack(ref: str | Path, out: Path, requested: Mapping[str, Any]) -> Rep
     output = plain + sum(_packed_bytes(scheme, shapes[name]) for name, scheme in schemes.items())
     plan = RepackPlan(source, reader, out, form, overwrite, layout, shapes, kept, kv_bits, kv, output, 0, cache=cache)
     plan.problems += [*problems, *odd, *_problems(plan, found)]
-    plan.warnings += [*notes, *fp8_elsewhere("fp8" if fp8 else 16, form), *_cache_scales_left(plan)]
+    plan.warnings += [*notes, *_cache_scales_left(plan), *([] if cache is None else cache.warnings)]
+    plan.warnings += cache_elsewhere("fp8" if fp8 else 16, form) if kv or cache else []
     largest = max((source.info(name).nbytes for name in kept), default=0)
     widest = max((rows * columns for rows, columns in shapes.values()), default=0)
     # codes as bytes, twice, and the widened integers that packing and unpacking work on; or a plain tensor three times
@@ -248,7 +249,7 @@ def _calibrated(plan: RepackPlan, report: ConvertReport, listen: Listener) -> KV
     """A cache for the stored weights: bits and scales of every layer."""
     assert plan.cache is not None
     asked = plan.cache.options.cache
-    layers = calibrate_cache(plan.cache, plan.source, lambda done, total: listen(Progress("blocks", done, total)))
+    layers = calibrate_cache(plan.cache, plan.source, lambda *at: listen(Progress(*at)))
     found = asked.decide(layers)
     report.kv_bits, report.cache = found.label, summary(found, layers, asked.budget)
     report.notes += plan.cache.notes

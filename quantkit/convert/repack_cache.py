@@ -22,7 +22,7 @@ from quantkit.convert.embed import embed
 from quantkit.convert.memory import BATCH_TOKENS
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import kv_sample_bytes, read_windows
-from quantkit.errors import RequestError
+from quantkit.core.host import release_free_memory
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
 from quantkit.runtime.attention import attention_modules
 from quantkit.runtime.load import choose_device, dense_weights
@@ -39,6 +39,7 @@ class CachePlan:
     model: nn.Module
     windows: Windows | None
     host: int
+    warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def identity(self) -> dict[str, Any]:
@@ -65,11 +66,14 @@ def plan_cache(source: Source, out: Path, requested: Mapping[str, Any], problems
     options = ConvertOptions(str(source.path), out, method="rtn", **given)
     if not options.cache.wanted:
         return None
-    if options.calibration == selftext.NAME:
-        raise RequestError("--calibration self: of a quantized model only a given text calibrates the cache. Name one.")
     model = build_skeleton(source.config)
     windows = read_windows(options, load_tokenizer(source), model, problems)
-    return CachePlan(options, model, windows, _host_bytes(model, options))
+    plan = CachePlan(options, model, windows, _host_bytes(model, options))
+    if windows is not None and windows.ids.is_meta:
+        whole = selftext.bytes_needed(model.config, sum(p.numel() for p in model.parameters()), options)
+        plan.host = max(plan.host, whole)
+        plan.warnings.append(selftext.note(options, whole))
+    return plan
 
 
 def _host_bytes(model: nn.Module, options: ConvertOptions) -> int:
@@ -81,21 +85,23 @@ def _host_bytes(model: nn.Module, options: ConvertOptions) -> int:
     batch = max(BATCH_TOKENS, options.seq_len)
     embedding = 2 * sum(p.numel() for p in model.get_input_embeddings().parameters())  # type: ignore[operator]
     states = options.samples * options.seq_len * config.hidden_size
-    return int(4 * (states + max(embedding, largest + batch * widths)) + kv_sample_bytes(config))
+    return int(4 * (states + max(embedding, largest + batch * widths)) + kv_sample_bytes(config, options))
 
 
 @torch.no_grad()
-def calibrate_cache(plan: CachePlan, source: Source, listen: Callable[[int, int], None]) -> dict[str, LayerRanges]:
-    """Ranges, and with a budget damages, of each attention module. listen: blocks done, blocks in all."""
+def calibrate_cache(plan: CachePlan, source: Source, listen: Callable[[str, int, int], None]) -> dict[str, LayerRanges]:
+    """Ranges, and with a budget damages, of each attention module. listen: what ("self": text written, or "blocks"), done, in all."""
     assert plan.windows is not None
     device = choose_device(plan.options.device)
+    if plan.windows.ids.is_meta:
+        plan.windows = _own_text(plan, source, listen, device)
     blocks, names = find_blocks(plan.model), attention_modules(plan.model)
     weights, _ = dense_weights(plan.model, source, torch.float32)
     found: dict[str, LayerRanges] = {}
     with working_on(device, choose_products(plan.options.products, device)):
         states, calls, _ = embed(plan.model, blocks, weights, plan.windows.ids, device, None)
         for index, block in enumerate(blocks.modules):
-            listen(index, len(blocks))
+            listen("blocks", index, len(blocks))
             weights.load(blocks.name(index), device)
             call, observer = calls[index].to(device), KVObserver()
             observe(block, states, call, [], observer)
@@ -105,3 +111,14 @@ def calibrate_cache(plan: CachePlan, source: Source, listen: Callable[[int, int]
             weights.release(blocks.name(index))
             release_memory(device)
     return found
+
+
+def _own_text(
+    plan: CachePlan, source: Source, listen: Callable[[str, int, int], None], device: torch.device
+) -> Windows:
+    """``--calibration self``: the quantized model writes, and is let go before the first block is loaded."""
+    windows = selftext.write(
+        source, load_tokenizer(source), plan.options, lambda done, total: listen("self", done, total), device
+    )
+    release_free_memory()
+    return windows

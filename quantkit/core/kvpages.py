@@ -6,7 +6,7 @@ spreads what is large (QuaRot, arXiv 2404.00456, section 4), in groups of at mos
 
     code = clamp(round((x - low) / scale), 0, 2**bits - 1)        x ~ code * scale + low         scale, low: float16
 
-Up to 3 bits the range that a group spans is narrowed from either end where that lowers its squared error. Attention over rotated values
+The range that a group spans is narrowed from either end where that lowers its squared error, for values of up to 3 bits and keys of 2. Attention over rotated values
 gives a rotated result, which is turned back once: H is orthonormal and symmetric.
 
 Codes of a token lie side by side, the first in the lowest bits of a byte. Three bits are two planes, the low two bits and then the high one::
@@ -24,8 +24,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-SEARCHED_BITS = 3  # up to so many bits the range is searched; at 4 and 8 the full range was as good (docs/adr/013)
-SHRINK = (0.1, 0.2, 0.3)
+# Up to so many bits the range is searched. The squared error clips what attention needs of keys with more bits (docs/adr/013).
+SEARCHED_KEYS, SEARCHED_VALUES = 2, 3
+# What is tried, as shares of the range cut off below and above: the first of the best is taken.
+CUTS = tuple(
+    (left * cut, right * cut) for cut in (0.1, 0.2, 0.3) for left, right in ((0.5, 0.5), (1.0, 0.0), (0.0, 1.0))
+)
+SEARCHED_AT_ONCE = 1 << 22  # numbers rounded together in a search: 16 MB of float32
 SMALLEST_SCALE = 2.0**-20  # a float16 that is not 0
 LARGEST = 65504.0  # of float16
 FP8_MOST = 448.0  # of E4M3
@@ -82,22 +87,27 @@ def rotate(x: Tensor) -> Tensor:
     return x.float() @ hadamard(x.shape[-1], x.device)
 
 
-def choose_range(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def choose_range(x: Tensor, bits: int, search: bool) -> tuple[Tensor, Tensor]:
     """Scale and low of groups along the last dimension, float32 values of float16: ``[..., n]`` -> ``[..., 1]`` each."""
+    if not search:
+        return _as_stored(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), bits)
+    rows = x.flatten(0, -2)
+    some = max(1, SEARCHED_AT_ONCE // (rows.shape[1] * (len(CUTS) + 1)))
+    found = [_search(part, bits) for part in rows.split(some)]
+    scale, low = (torch.cat(parts).view(*x.shape[:-1], 1) for parts in zip(*found, strict=True))
+    return scale, low
+
+
+def _search(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """x: ``[rows, n]``. All ranges at once: on a page of a few heads the calls cost more than the numbers."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    best = _as_stored(low, high, bits)
-    if bits > SEARCHED_BITS:
-        return best
-    scale, least = best
-    error, span = _error(x, scale, least, bits), high - low
-    for cut in SHRINK:
-        for left, right in ((0.5, 0.5), (1.0, 0.0), (0.0, 1.0)):
-            tried = _as_stored(low + left * cut * span, high - right * cut * span, bits)
-            cost = _error(x, *tried, bits)
-            better = cost < error
-            scale, least = torch.where(better, tried[0], scale), torch.where(better, tried[1], least)
-            error = torch.minimum(cost, error)
-    return scale, least
+    span = high - low
+    lows = torch.stack([low, *(low + below * span for below, _ in CUTS)])
+    highs = torch.stack([high, *(high - above * span for _, above in CUTS)])
+    scales, lows = _as_stored(lows, highs, bits)
+    errors = _error(x, scales, lows, bits).nan_to_num(nan=torch.inf)
+    best = errors.min(0, keepdim=True).indices  # the first of equals
+    return scales.gather(0, best)[0], lows.gather(0, best)[0]
 
 
 def _as_stored(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -106,12 +116,12 @@ def _as_stored(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _error(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
-    return (quantize(x, scale, low, bits) * scale + low - x).square().sum(-1, keepdim=True)
+    return quantize(x, scale, low, bits).mul_(scale).add_(low).sub_(x).square_().sum(-1, keepdim=True)
 
 
 def quantize(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
     """Codes as floats; all broadcast against each other."""
-    return torch.round((x - low) / scale).clamp_(0, (1 << bits) - 1)
+    return ((x - low) / scale).round_().clamp_(0, (1 << bits) - 1)
 
 
 def encode_keys(x: Tensor, bits: int, skip: int = 0) -> tuple[Tensor, Tensor]:
@@ -120,7 +130,7 @@ def encode_keys(x: Tensor, bits: int, skip: int = 0) -> tuple[Tensor, Tensor]:
     skip: tokens at the front that are kept elsewhere; they do not count for the range.
     """
     by_channel = x.float().transpose(-1, -2)
-    scale, low = choose_range(by_channel[..., skip:], bits)
+    scale, low = choose_range(by_channel[..., skip:], bits, bits <= SEARCHED_KEYS)
     codes = quantize(by_channel, scale, low, bits).to(torch.uint8).transpose(-1, -2)
     return pack_bits(codes, bits), torch.cat([scale, low], -1).transpose(-1, -2).half()
 
@@ -135,7 +145,7 @@ def decode_keys(stored: Tensor, scales: Tensor, bits: int) -> Tensor:
 def encode_values(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
     """Values: float ``[..., tokens, head_dim]`` -> bytes ``[..., tokens, row]`` and float16 ``[..., tokens, groups, 2]`` (scale, low)."""
     grouped = rotate(x).unflatten(-1, (groups, -1))
-    scale, low = choose_range(grouped, bits)
+    scale, low = choose_range(grouped, bits, bits <= SEARCHED_VALUES)
     codes = quantize(grouped, scale, low, bits).to(torch.uint8).flatten(-2)
     return pack_bits(codes, bits), torch.cat([scale, low], -1).half()
 

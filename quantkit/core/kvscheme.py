@@ -182,6 +182,12 @@ class KVPlan:
         )
 
     @property
+    def kind(self) -> str | None:
+        """The scales of the quantized layers: "online", "static" or "fp8", with "and" between them where they differ; None at 16 bits."""
+        schemes = [*self.layers.values()] or [self.scheme]
+        return " and ".join(sorted({scheme.scales for scheme in schemes if scheme.quantized})) or None
+
+    @property
     def label(self) -> int | str:
         """Bits as the command line takes them, or the average of layers that differ."""
         schemes = list(self.layers.values())
@@ -189,3 +195,29 @@ class KVPlan:
             return (schemes[0] if schemes else self.scheme).label
         mean = sum(one.keys + one.values for one in schemes) / (2 * len(schemes))
         return f"{mean:.2f} on average"
+
+
+def bits_words(label: int | str) -> str:
+    """A plan's label for people: ``4 bits``, ``k4v2``, ``fp8``, ``2.83 bits on average``.
+
+    >>> bits_words("2.83 on average")
+    '2.83 bits on average'
+    """
+    if str(label).startswith(("k", "fp8")):
+        return str(label)
+    number, _, rest = str(label).partition(" ")
+    return " ".join([number, "bits", *([rest] if rest else [])])
+
+
+def cache_words(label: int | str, kind: str | None, stored: float | None) -> str:
+    """What every command says of a cache. kind: ``KVPlan.kind``; stored: bits of a number with its scales, None where they are not known.
+
+    >>> cache_words("k4v2", "online", 3.5)
+    'k4v2, online scales: 3.500 bits per number with its scales'
+    >>> cache_words(16, None, 32.0)
+    '32 bits'
+    """
+    if kind is None:
+        return f"{stored:.3g} bits" if stored is not None else bits_words(label)
+    scales = f"{bits_words(label)}, {'calibrated' if kind == 'fp8' else kind} scales"
+    return scales if stored is None else f"{scales}: {stored:.3f} bits per number with its scales"

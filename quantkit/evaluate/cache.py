@@ -33,20 +33,24 @@ def with_exact_cache(model: Model) -> Model:
 
 def packs_a_page(plan: KVPlan, seq_len: int) -> bool:
     """Whether any token of a window fed in chunks attends to a packed page."""
-    schemes = [*plan.layers.values()] or [plan.scheme]
-    before = (seq_len - 1) // PAGE_TOKENS * PAGE_TOKENS  # the last chunk
-    return any(scheme.quantized and before + 1 - scheme.recent >= PAGE_TOKENS for scheme in schemes)
+    return seq_len >= shortest_window(plan)
+
+
+def shortest_window(plan: KVPlan) -> int:
+    """Tokens of the shortest window whose last chunk attends to a packed page of a quantized plan."""
+    recent = min(scheme.recent for scheme in [*plan.layers.values()] or [plan.scheme] if scheme.quantized)
+    return (
+        -(-(PAGE_TOKENS - 1 + recent) // PAGE_TOKENS) * PAGE_TOKENS + 1
+    )  # whole chunks before the last, and a token in it
 
 
 def cache_facts(model: Model | StreamedModel) -> dict[str, Any]:
     """``kv_bits``, ``kv_scales`` and ``kv_bits_per_number`` of an ``Evaluation``."""
     if not isinstance(model, Model):  # a streamed one has no cache
         return {"kv_bits": 16, "kv_scales": None, "kv_bits_per_number": 8.0 * model.dtype.itemsize}
-    schemes = [*model.kv_plan.layers.values()] or [model.kv_plan.scheme]
-    kinds = sorted({scheme.scales for scheme in schemes if scheme.quantized})
     return {
         "kv_bits": model.kv_bits,
-        "kv_scales": " and ".join(kinds) or None,
+        "kv_scales": model.kv_plan.kind,
         "kv_bits_per_number": model.kv_stored_bits,
     }
 

@@ -6,6 +6,7 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quantkit.core.kvscheme import cache_words
 from quantkit.evaluate.bands import Band
 from quantkit.evaluate.greedy import GreedyAgreement
 from quantkit.evaluate.planted import PlantedFacts
@@ -172,10 +173,7 @@ class Evaluation:
         return rows
 
     def _cache(self) -> str:
-        if self.kv_scales is None:
-            return f"{self.kv_bits} bits"
-        bits = f"{self.kv_bits} bits" if isinstance(self.kv_bits, int) else str(self.kv_bits)
-        return f"{bits}, {self.kv_scales} scales: {self.kv_bits_per_number:.3f} bits per number (scales counted, the newest tokens not)"
+        return cache_words(self.kv_bits, self.kv_scales, self.kv_bits_per_number if self.kv_scales else None)
 
     def _streamed(self) -> list[tuple[str, str]]:
         """A line when a model did not fit into memory, or was not to."""

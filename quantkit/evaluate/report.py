@@ -124,16 +124,16 @@ class _How:
     def cache(self, prepared: Prepared) -> KVPlan:
         """What attention will read. Raises RequestError for bits or scales that are none, and for bits asked for in windows too short for a
         page to be packed."""
-        from quantkit.evaluate.cache import packs_a_page
+        from quantkit.evaluate.cache import packs_a_page, shortest_window
         from quantkit.formats.kv_scales import read_kv_plan
-        from quantkit.runtime.load import kv_plan
+        from quantkit.runtime.kv_plan import kv_plan
 
         path, seq_len = prepared.source.path, prepared.windows.seq_len
         plan = kv_plan(read_kv_plan(path) if path.is_dir() else None, self.kv_bits, self.kv_scales)
         if self.kv_bits is not None and plan.quantized and not packs_a_page(plan, seq_len):
             raise RequestError(
                 f"--kv-bits {self.kv_bits} has no effect on windows of {seq_len} tokens: the newest tokens stay at 16 bits. Raise --seq-len "
-                "to 1024 or more."
+                f"to {shortest_window(plan)} at least; 1024 or more say something about a cache."
             )
         return plan
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.core.host import current_rss, peak_rss, release_free_memory, restart_peak, usable_cpus
+from quantkit.core.kvscheme import cache_words
 from quantkit.errors import RequestError
 from quantkit.evaluate.environment import hardware, versions
 from quantkit.evaluate.perplexity import Progress
@@ -67,6 +68,7 @@ class Speed:
     device: str
     dtype: str
     kv_bits: int | str
+    kv_scales: str | None
     kv_stored_bits: float
     kernel: str
     head_bits: int | None
@@ -109,7 +111,7 @@ class Speed:
         read = "" if not band.read else f"read {band.read / 1e9:.1f}, "
         return [
             f"memory      codes {held.codes / 1e6:.1f} MB, scales {held.scales / 1e6:.1f} MB, dense {held.dense / 1e6:.1f} MB, "
-            f"KV cache {held.kv_per_token / 1e3:.1f} kB a token ({self.kv_stored_bits:.4g} bit)",
+            f"KV cache {held.kv_per_token / 1e3:.1f} kB a token ({cache_words(self.kv_bits, self.kv_scales, self.kv_stored_bits)})",
             f"bandwidth   {read}copy {band.copy / 1e9:.1f} GB/s, {self.threads} thread{'s' * (self.threads > 1)}{load}",
             f"measured    {self.model} on {self.device}, {self.dtype}, kernel {self.kernel} ({layouts}), decoding {self.decoding}, loaded in {self.load_seconds:.1f} s",
             *self._hints(),
@@ -247,6 +249,7 @@ def _bench(
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_bits=model.kv_bits,
+        kv_scales=model.kv_plan.kind,
         kv_stored_bits=model.kv_stored_bits,
         decoding=model.decoding,
         layouts=model.layouts(),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantkit.checkpoint.source import Source, TensorInfo, open_source, read_json
 from quantkit.core.activations import round_input
 from quantkit.core.host import release_free_memory
-from quantkit.core.kvscheme import KVPlan, KVScheme, Scales
+from quantkit.core.kvscheme import Scales
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError, SourceError
@@ -23,6 +23,7 @@ from quantkit.model.skeleton import Weights, build_skeleton, tied_parameters
 from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.head import check_head_bits, compact_head, round_head
 from quantkit.runtime.kernels.cpu_packed import HalfWeight
+from quantkit.runtime.kv_plan import kv_plan, tell_of_foreign_scales
 from quantkit.runtime.linear import KERNELS, QuantLinear, pack
 from quantkit.runtime.model import Model
 from quantkit.runtime.siblings import join_siblings
@@ -79,6 +80,7 @@ def load(
     source = open_source(ref)
     plan = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
     reader = QuantizedReader(source)
+    tell_of_foreign_scales(reader, plan)
     module = build_skeleton(source.config, number)
     if keep_dense and head_bits is None and not reader.modules:
         raise RequestError(
@@ -103,33 +105,6 @@ def load(
         kv_plan=plan,
         graphs=graphs,
     )
-
-
-def kv_plan(stored: KVPlan | None, bits: int | str | None, scales: Scales | None) -> KVPlan:
-    """What the cache is to be: what is stored where that has the bits that are asked for, else a scheme of its own, without calibrated scales.
-
-    Raises RequestError for unknown bits, and for scales without anything to scale.
-    """
-    if bits is None:
-        if stored is None and scales is not None:
-            raise RequestError(f"--kv-scales {scales} without --kv-bits: this checkpoint says nothing about its cache.")
-        plan = stored or KVPlan()
-    else:
-        plan = KVPlan(KVScheme.of(bits, scales or "online"))
-        if stored is not None and str(stored.label) == str(plan.label):
-            plan = stored
-    if scales is not None and not plan.quantized:
-        raise RequestError(
-            f"--kv-scales {scales} has no effect on a KV cache of 16 bits. Leave it out, or give --kv-bits."
-        )
-    if scales is None or scales == plan.scheme.scales:
-        return plan
-    if "fp8" in (scales, plan.scheme.scales):
-        raise RequestError(
-            f"--kv-scales {scales} on a cache of {plan.label} bits with {plan.scheme.scales} scales: what is calibrated for integers does not serve "
-            "fp8, nor the other way round. Convert again with the --kv-bits you want."
-        )
-    return plan.with_scales(scales)
 
 
 def _hold_dense(module: nn.Module, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan
+from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
 from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.runtime.attention import cached_heads, layer_specs, transformers_cache
 from quantkit.runtime.cache import KVCache
@@ -117,6 +117,11 @@ class Model:
         heads, dim = self._cached_shape()
         token = sum(spec.scheme.bytes_per_token(heads, dim, self.dtype) for spec in self._specs)
         return 8 * token / (2 * heads * dim * len(self._specs))
+
+    @property
+    def kv_words(self) -> str:
+        """How the cache is kept, in words: bits, scales, and bits per number with them."""
+        return cache_words(self.kv_bits, self.kv_plan.kind, self.kv_stored_bits)
 
     @property
     def context(self) -> int | None:
@@ -237,7 +242,7 @@ class Model:
     def __repr__(self) -> str:
         dtype, layouts = str(self.dtype).removeprefix("torch."), self.layouts()
         held = ", ".join(f"{count} x {name}" for name, count in layouts.items()) or "no packed weights"
-        return f"Model({self.config.get('model_type')}, {self.device}, {dtype}, {held}, KV cache {self.kv_stored_bits:.3g} bit)"
+        return f"Model({self.config.get('model_type')}, {self.device}, {dtype}, {held}, KV cache {self.kv_words})"
 
     def windows(self) -> list[int | None]:
         """Sliding window of each layer in tokens, None for full attention."""

@@ -22,7 +22,7 @@ from quantkit.convert.options import ConvertOptions
 from quantkit.convert.repack import plan_repack
 from quantkit.core.kvpages import rotate
 from quantkit.core.kvscheme import KVPlan, KVScheme, LayerScales
-from quantkit.errors import QuantkitError, RequestError
+from quantkit.errors import QuantkitError, QuantkitWarning, RequestError
 from quantkit.formats.kv_scales import FILE_NAME, read_kv_plan, write_kv_plan
 
 SMALL: dict[str, Any] = dict(samples=2, seq_len=32, group_size=32, method="rtn", device="cpu")
@@ -186,6 +186,11 @@ def test_fp8_scales_lie_where_other_engines_read_them(
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(stored[name], again[name]) for name in stored | again)
     assert quantization(tmp_path / "again") == quantization(tmp_path / "out")
+    (tmp_path / "again" / FILE_NAME).unlink()  # as another tool writes it
+    with pytest.warns(
+        QuantkitWarning, match=r"6 scales of an fp8 KV cache \(first .*\) are stored for other engines and not read"
+    ):
+        assert qk.load(tmp_path / "again", device="cpu").kv_bits == 16
 
 
 def test_a_format_without_a_place_for_fp8_scales_says_so(
@@ -308,17 +313,37 @@ def test_a_plan_in_words_names_the_cache(tiny_original: Path, calibration_text: 
     asked = {**BUDGET, "calibration": str(calibration_text), "kv_scales": "static"}
     plan = run.make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **asked))
     assert "KV cache within 3 bits on average, static scales" in describe(plan)
+    assert "vLLM, SGLang and other engines that load the weights keep their cache their own way" in describe(plan)
+    given = {name: value for name, value in asked.items() if name != "kv_budget"}
+    uniform = run.make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **given, kv_bits=3))
+    heads, dim = plan.model.config.num_key_value_heads, plan.model.config.head_dim
+    more = plan.prediction.phases["block"] - uniform.prediction.phases["block"]
+    assert more >= 4 * 4 * heads * dim * 4096, "four times one side of a batch"
     qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32)
     text = dict(kv_bits="k4v2", calibration=str(calibration_text), seq_len=32, samples=2)
     again = plan_repack(tmp_path / "source", tmp_path / "out", text)
     assert again is not None
     assert "the same codes; KV cache k4v2, calibrated" in again.describe()
+    assert "read by quantkit only: vLLM, SGLang" in again.describe()
+
+
+def test_a_quantized_model_writes_the_text_that_calibrates_its_cache(tiny_original: Path, tmp_path: Path) -> None:
+    qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32)
+    asked = dict(kv_bits=4, calibration="self", samples=2, seq_len=24)
+    planned = plan_repack(tmp_path / "source", tmp_path / "out", asked)
+    assert planned is not None
+    assert "the model writes 2 x 24 tokens first" in planned.describe()
+    qk.convert(tmp_path / "source", tmp_path / "out", **asked)  # type: ignore[arg-type]
+    qk.convert(tmp_path / "source", tmp_path / "again", **asked, seed=1)  # type: ignore[arg-type]
+    first, other = (read_kv_plan(tmp_path / name) for name in ("out", "again"))
+    assert first is not None
+    assert other is not None
+    assert set(first.static) == set(LAYERS)
+    assert any(not torch.equal(first.static[name].k_scale, other.static[name].k_scale) for name in LAYERS)
 
 
 def test_a_model_without_text_to_calibrate_from_is_not_touched(tiny_original: Path, tmp_path: Path) -> None:
     qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32)
     with pytest.raises(QuantkitError, match=r"nowhere\.txt"):
         qk.convert(tmp_path / "source", tmp_path / "out", kv_bits=4, calibration=str(tmp_path / "nowhere.txt"))
-    with pytest.raises(RequestError, match="--calibration self"):
-        qk.convert(tmp_path / "source", tmp_path / "out", kv_bits=4, calibration="self")
     assert not (tmp_path / "out").exists()

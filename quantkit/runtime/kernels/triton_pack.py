@@ -2,7 +2,7 @@
 
 A program belongs to a layer, a sequence, a key head, and to keys or values. It looks whether a page of its sequence is due at this
 position (one step in 64), and ends at once where none is: positions and addresses come from device memory, so the launch can be captured with the
-step. The numbers are those of ``core/kvpages.py``: float16 scale and low, the range searched up to 3 bits, division and rounding as torch
+step. The numbers are those of ``core/kvpages.py``: float16 scale and low, ranges searched for the same bits, division and rounding as torch
 divides and rounds. Keys: 16 channels at a time, reduced along the tokens. Values: 16 tokens and one group at a time, rotated by a product
 with the signs of H (exact in the page's dtype, summed in float32).
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantkit.core.kvpages import LARGEST, SEARCHED_BITS, SHRINK, SMALLEST_SCALE
+from quantkit.core.kvpages import CUTS, LARGEST, SEARCHED_KEYS, SEARCHED_VALUES, SMALLEST_SCALE
 from quantkit.runtime.kernels.step import PAGE, Heads, PackJob
 from quantkit.runtime.kernels.triton_pages import pool_at, product
 
@@ -30,9 +30,9 @@ SLOTS = tl.constexpr(PAGE)
 ROWS = tl.constexpr(16)  # channels, or tokens, that are packed together
 HALF_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it off rounds to whole numbers, halves to even
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST_SCALE)
-_SEARCHED = tl.constexpr(SEARCHED_BITS)
-_CUTS = tl.constexpr(tuple(left * cut for cut in SHRINK for left in (0.5, 1.0, 0.0)))  # at the lower end
-_CUTS_ABOVE = tl.constexpr(tuple(right * cut for cut in SHRINK for right in (0.5, 0.0, 1.0)))
+_SEARCHED_KEYS, _SEARCHED_VALUES = tl.constexpr(SEARCHED_KEYS), tl.constexpr(SEARCHED_VALUES)
+_TRIED = tl.constexpr(len(CUTS))
+_BELOW, _ABOVE = tl.constexpr(tuple(below for below, _ in CUTS)), tl.constexpr(tuple(above for _, above in CUTS))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -59,15 +59,15 @@ def squares(x, real, scale, low, BITS: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def choose(x, real, BITS: tl.constexpr, AXIS: tl.constexpr):
+def choose(x, real, SEARCH: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr):
     """``kvpages.choose_range`` of the real numbers along AXIS."""
     low = tl.expand_dims(tl.min(tl.where(real, x, float("inf")), AXIS), AXIS)
     high = tl.expand_dims(tl.max(tl.where(real, x, -float("inf")), AXIS), AXIS)
     scale, least = as_stored(low, high, BITS)
-    if BITS <= _SEARCHED:
+    if SEARCH:
         error, span = squares(x, real, scale, least, BITS, AXIS), high - low
-        for i in tl.static_range(9):
-            tried, bottom = as_stored(low + _CUTS[i] * span, high - _CUTS_ABOVE[i] * span, BITS)
+        for i in tl.static_range(_TRIED):
+            tried, bottom = as_stored(low + _BELOW[i] * span, high - _ABOVE[i] * span, BITS)
             cost = squares(x, real, tried, bottom, BITS, AXIS)
             better = cost < error
             scale, least = tl.where(better, tried, scale), tl.where(better, bottom, least)
@@ -105,7 +105,7 @@ def pack_keys(page, place, scales, skip, DIM: tl.constexpr, BITS: tl.constexpr):
     real = tl.broadcast_to((slots >= skip)[:, None], (SLOTS, ROWS))
     for channel in range(0, DIM, ROWS):
         x = tl.load(page + slots[:, None] * DIM + channel + lane[None, :]).to(tl.float32)
-        scale, low = choose(x, real, BITS, 0)
+        scale, low = choose(x, real, BITS <= _SEARCHED_KEYS, BITS, 0)
         store_codes(place, coded(x, scale, low, BITS), slots, channel, DIM, ROWS, BITS)
         tl.store(scales + channel + lane, tl.reshape(scale, (ROWS,)).to(tl.float16))
         tl.store(scales + DIM + channel + lane, tl.reshape(low, (ROWS,)).to(tl.float16))
@@ -130,7 +130,7 @@ def pack_values(
             token = first + row
             x = tl.load(page + token[:, None] * DIM + at[None, :], mask=(at < DIM)[None, :], other=0.0)
             x = product(x, h.to(x.dtype), tl.zeros((ROWS, SPAN), tl.float32), PRECISION) * TURN
-            scale, low = choose(x, real, BITS, 1)
+            scale, low = choose(x, real, BITS <= _SEARCHED_VALUES, BITS, 1)
             store_codes(place, coded(x, scale, low, BITS), token, group * WIDTH, DIM, WIDTH, BITS)
             pair = scales + (token * GROUPS + group) * 2
             tl.store(pair, tl.reshape(scale, (ROWS,)).to(tl.float16))

@@ -196,6 +196,116 @@ def lows_of(q, numbers, scales, at, held, head, KV_HEADS: tl.constexpr, DIM: tl.
 
 
 @triton.jit
+def chunk_lows(
+    q, size, scratch, pages_at, scales, chunk, hi, head, scaling,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``query . low`` of the pages from ``chunk`` on to ``scratch`` ``[CHUNK, rows]``. q: queries divided by ``size``."""
+    rows, at, many = tl.arange(0, q.shape[0]), tl.arange(0, WIDE), tl.arange(0, CHUNK)
+    held = chunk + many < hi
+    numbers = tl.load(pages_at + chunk + many, mask=held, other=0)
+    tl.debug_barrier()  # the chunk before has been read
+    found = lows_of(q, numbers, scales, at, held, head, KV_HEADS, DIM, WIDE, PRECISION)
+    tl.store(scratch + many[None, :] * q.shape[0] + rows[:, None], found * (size * scaling)[:, None])
+    tl.debug_barrier()
+
+
+@triton.jit
+def key_scores(
+    q, parts, size, lows, keys, base, words, scales, place, scaling,
+    DIM: tl.constexpr, WIDE: tl.constexpr, KB: tl.constexpr, KP: tl.constexpr, KW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores ``[rows, 64]`` of the page at ``place``. q: whole queries; parts: by ``query_at``, for the KP places of a word; lows: where
+    ``query . low`` of the page lies."""
+    dtype: tl.constexpr = q.dtype
+    FLOAT: tl.constexpr = dtype == tl.float32
+    number: tl.constexpr = tl.float32 if FLOAT else tl.float16
+    unit: tl.constexpr = 1.0 if FLOAT else 16777216.0  # 2**24
+    ROW: tl.constexpr = DIM * KB // 16  # 16-bit words of a token
+    slots, at = tl.arange(0, SLOTS), tl.arange(0, KW)
+    scores = tl.zeros((q.shape[0], SLOTS), tl.float32)
+    if KB == 16:
+        stored = tile(pool_at(keys, base, dtype) + place * (SLOTS * DIM), slots, DIM, tl.arange(0, WIDE), DIM, WIDE)
+        scores = product(q, tl.trans(stored), scores, PRECISION) * scaling
+    else:
+        stored = tile(words + place * (SLOTS * ROW), slots, ROW, at, DIM // KP, KW)
+        above = stored
+        if KB == 3:
+            above = high_bits(pool_at(keys, base, tl.uint8) + place * (SLOTS * 2 * ROW), slots, at, DIM, KW)
+        for p in tl.static_range(KP):
+            scale = tl.load(scales + place * (2 * DIM) + at * KP + p, mask=at < DIM // KP, other=0.0)
+            code = tl.trans(codes_at(stored, above, p, KB, FLOAT))
+            scores = product(parts[p] * scale.to(number)[None, :], code, scores, PRECISION)
+        scores = scores * (size * (scaling * unit))[:, None] + tl.load(lows)[:, None]
+    return scores
+
+
+@triton.jit
+def weigh(scores, best, total, lows, pairs, group, dtype: tl.constexpr, VB: tl.constexpr, GROUPS: tl.constexpr):
+    """Weights of a page's tokens times the scale of each, what older results are multiplied by, and the new maximum, sum of weights and sum
+    of weighted lows. pairs: where the page's scales and lows lie."""
+    if VB == 16:
+        new = tl.maximum(best, tl.max(scores, 1))
+        factor, weights = tl.exp2(best - new), tl.exp2(scores - new[:, None])
+        scaled = weights.to(dtype)
+    else:
+        scale, low, log = log_scales(pairs, tl.arange(0, SLOTS), group, scores.shape[0], GROUPS)
+        new = tl.maximum(best, tl.max(scores + log[None, :], 1))
+        factor, weights = tl.exp2(best - new), tl.exp2(scores - new[:, None])
+        scaled = (weights * scale).to(tl.float32 if dtype == tl.float32 else tl.float16)
+        lows = lows * factor[:, None] + weights * low
+    return scaled, factor, new, total * factor[:, None] + weights, lows
+
+
+@triton.jit
+def value_sums(
+    scaled, factor, acc, values, base, words, place,
+    DIM: tl.constexpr, WIDE: tl.constexpr, VB: tl.constexpr, VP: tl.constexpr, VW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``acc`` times ``factor`` and the codes of the page at ``place`` times ``scaled``: a sum ``[rows, VW]`` for each of VP places of a word."""
+    FLOAT: tl.constexpr = scaled.dtype == tl.float32
+    slots, more = tl.arange(0, SLOTS), ()
+    if VB == 16:
+        dtype: tl.constexpr = scaled.dtype
+        stored = tile(pool_at(values, base, dtype) + place * (SLOTS * DIM), slots, DIM, tl.arange(0, WIDE), DIM, WIDE)
+        more = more + (product(scaled, stored, acc[0] * factor[:, None], PRECISION),)
+    else:
+        IN_ORDER: tl.constexpr = VP == 1
+        PER: tl.constexpr = 16 // (2 if VB == 3 else VB)  # channels of a word
+        WORDS: tl.constexpr = WIDE // PER if IN_ORDER else VW
+        ROW: tl.constexpr = DIM * VB // 16
+        word = tl.arange(0, WORDS)
+        stored = tile(words + place * (SLOTS * ROW), slots, ROW, word, DIM // PER, WORDS)
+        above = stored
+        if VB == 3:
+            above = high_bits(pool_at(values, base, tl.uint8) + place * (SLOTS * 2 * ROW), slots, word, DIM, WORDS)
+        for p in tl.static_range(VP):
+            code = channels(stored, above, VB, FLOAT) if IN_ORDER else codes_at(stored, above, p, VB, FLOAT)
+            more = more + (product(scaled, code, acc[p] * factor[:, None], PRECISION),)
+    return more
+
+
+@triton.jit
+def store_sums(
+    work, sums, acc, best, total, lows,
+    DIM: tl.constexpr, SHARED: tl.constexpr, GQ: tl.constexpr, BLOCK_G: tl.constexpr, WIDE: tl.constexpr, VB: tl.constexpr,
+    VP: tl.constexpr, VW: tl.constexpr, GROUPS: tl.constexpr, FLOAT: tl.constexpr,
+):  # fmt: skip
+    """What ``packed_part`` has found. A row is written for its own query and group of channels."""
+    rows, at = tl.arange(0, best.shape[0]), tl.arange(0, VW)
+    query, group = rows % GQ, rows // GQ
+    real = (query < SHARED) & (group < GROUPS)
+    low = tl.sum(lows, 1)
+    for p in tl.static_range(VP):
+        channel = at * VP + p
+        own = real[:, None] & (channel < DIM)[None, :] & ((channel // (DIM // GROUPS))[None, :] == group[:, None])
+        value = whole_numbers(acc[p], p, VB, FLOAT) + low[:, None]
+        tl.store(work + query[:, None] * WIDE + channel[None, :], value, mask=own)
+    tl.store(sums + query, best, mask=real & (group == 0))
+    tl.store(sums + BLOCK_G + query, tl.sum(total, 1), mask=real & (group == 0))
+
+
+@triton.jit
 def packed_part(
     q, base, pages_at, fields, scratch, work, sums, lo, hi, begin, head, scaling,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, SHARED: tl.constexpr, GQ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -205,98 +315,41 @@ def packed_part(
     ``sums``. q: the first query of the head. Keys and values of 16 bits in such pages are read as they are."""
     dtype: tl.constexpr = q.dtype.element_ty
     FLOAT: tl.constexpr = dtype == tl.float32
-    number: tl.constexpr = tl.float32 if FLOAT else tl.float16
-    unit: tl.constexpr = 1.0 if FLOAT else 16777216.0  # 2**24
     KP: tl.constexpr = 1 if KB == 16 else 16 // (2 if KB == 3 else KB)
-    IN_ORDER: tl.constexpr = VB < 4 or (VB == 4 and WIDE <= 64)  # else places are 32 columns wide or more
-    VP: tl.constexpr = 1 if IN_ORDER or VB == 16 else 16 // VB
-    PER: tl.constexpr = 16 // (2 if VB == 3 else VB)  # channels of a word
+    # values in the order of their channels, unless places are 32 columns wide or more
+    VP: tl.constexpr = 1 if VB == 16 or VB < 4 or (VB == 4 and WIDE <= 64) else 16 // VB
     KW: tl.constexpr = WIDE // KP if WIDE // KP > 16 else 16
     VW: tl.constexpr = WIDE // VP if WIDE // VP > 16 else 16
-    V_WORDS: tl.constexpr = WIDE // PER if IN_ORDER else VW
-    K_ROW: tl.constexpr = DIM * KB // 16  # 16-bit words of a token
-    V_ROW: tl.constexpr = DIM * VB // 16
-    rows, slots, at = tl.arange(0, BLOCK_M), tl.arange(0, SLOTS), tl.arange(0, WIDE)
-    k_at, v_at = tl.arange(0, KW), tl.arange(0, VW)
+    rows, slots, at, k_at = tl.arange(0, BLOCK_M), tl.arange(0, SLOTS), tl.arange(0, WIDE), tl.arange(0, KW)
     query, group = rows % GQ, rows // GQ
     real = (query < SHARED) & (group < GROUPS)
     whole = tl.load(q + query[:, None] * DIM + at[None, :], mask=real[:, None] & (at < DIM)[None, :], other=0.0)
     size = tl.maximum(tl.max(tl.abs(whole.to(tl.float32)), 1), 1e-30)  # float16 holds what is divided by it
-    plain = (whole.to(tl.float32) / size[:, None]).to(number)
-    parts = ()
+    plain = (whole.to(tl.float32) / size[:, None]).to(tl.float32 if FLOAT else tl.float16)
+    parts, acc = (), ()
     for p in tl.static_range(KP if KB < 16 else 0):
         parts = parts + (query_at(q, size, query, real, k_at, p, KB, DIM, FLOAT),)
-    acc = ()
     for _ in tl.static_range(VP):
         acc = acc + (tl.zeros((BLOCK_M, VW), tl.float32),)
     best = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M, SLOTS), tl.float32)
-    lows = tl.zeros((BLOCK_M, SLOTS), tl.float32)
+    total, lows = tl.zeros((BLOCK_M, SLOTS), tl.float32), tl.zeros((BLOCK_M, SLOTS), tl.float32)
     keys, values = tl.load(fields), tl.load(fields + 2)
     words, pairs = pool_at(values, base, tl.int16), pool_at(tl.load(fields + 3), base, tl.int32)
     key_words, key_scales = pool_at(keys, base, tl.int16), pool_at(tl.load(fields + 1), base, tl.float16)
     for chunk in range(lo, hi, CHUNK):
         if KB < 16:
-            many = tl.arange(0, CHUNK)
-            held = chunk + many < hi
-            numbers = tl.load(pages_at + chunk + many, mask=held, other=0)
-            tl.debug_barrier()  # the chunk before has been read
-            found = lows_of(plain, numbers, key_scales, at, held, head, KV_HEADS, DIM, WIDE, PRECISION)
-            tl.store(scratch + many[None, :] * BLOCK_M + rows[:, None], found * (size * scaling)[:, None])
-            tl.debug_barrier()
+            chunk_lows(
+                plain, size, scratch, pages_at, key_scales, chunk, hi, head, scaling, KV_HEADS, DIM, WIDE, PRECISION
+            )
         for page in tl.range(chunk, tl.minimum(chunk + CHUNK, hi), num_stages=STAGES):
             place = tl.load(pages_at + page).to(tl.int64) * KV_HEADS + head
-            scores = tl.zeros((BLOCK_M, SLOTS), tl.float32)
-            if KB == 16:
-                stored = tile(pool_at(keys, base, dtype) + place * (SLOTS * DIM), slots, DIM, at, DIM, WIDE)
-                scores = product(whole, tl.trans(stored), scores, PRECISION) * scaling
-            else:
-                stored = tile(key_words + place * (SLOTS * K_ROW), slots, K_ROW, k_at, DIM // KP, KW)
-                above = stored
-                if KB == 3:
-                    above = high_bits(pool_at(keys, base, tl.uint8) + place * (SLOTS * 2 * K_ROW), slots, k_at, DIM, KW)
-                for p in tl.static_range(KP):
-                    scale = tl.load(key_scales + place * (2 * DIM) + k_at * KP + p, mask=k_at < DIM // KP, other=0.0)
-                    code = tl.trans(codes_at(stored, above, p, KB, FLOAT))
-                    scores = product(parts[p] * scale.to(number)[None, :], code, scores, PRECISION)
-                low = tl.load(scratch + (page - chunk) * BLOCK_M + rows)
-                scores = scores * (size * (scaling * unit))[:, None] + low[:, None]
+            scores = key_scores(
+                whole, parts, size, scratch + (page - chunk) * BLOCK_M + rows, keys, base, key_words, key_scales, place, scaling,
+                DIM, WIDE, KB, KP, KW, PRECISION,
+            )  # fmt: skip
             scores = tl.where((slots + page * SLOTS >= begin)[None, :], scores, -float("inf"))
-            if VB == 16:
-                new = tl.maximum(best, tl.max(scores, 1))
-                factor, weights = tl.exp2(best - new), tl.exp2(scores - new[:, None])
-                scaled = weights.to(dtype)
-            else:
-                scale, low, log = log_scales(pairs + place * (SLOTS * GROUPS), slots, group, BLOCK_M, GROUPS)
-                new = tl.maximum(best, tl.max(scores + log[None, :], 1))
-                factor, weights = tl.exp2(best - new), tl.exp2(scores - new[:, None])
-                scaled = (weights * scale).to(number)
-                lows = lows * factor[:, None] + weights * low
-            total, best = total * factor[:, None] + weights, new
-            more = ()
-            if VB == 16:
-                stored = tile(pool_at(values, base, dtype) + place * (SLOTS * DIM), slots, DIM, at, DIM, WIDE)
-                more = more + (product(scaled, stored, acc[0] * factor[:, None], PRECISION),)
-            else:
-                word = tl.arange(0, V_WORDS)
-                stored = tile(words + place * (SLOTS * V_ROW), slots, V_ROW, word, DIM // PER, V_WORDS)
-                above = stored
-                if VB == 3:
-                    above = high_bits(
-                        pool_at(values, base, tl.uint8) + place * (SLOTS * 2 * V_ROW), slots, word, DIM, V_WORDS
-                    )
-                for p in tl.static_range(VP):
-                    code = channels(stored, above, VB, FLOAT) if IN_ORDER else codes_at(stored, above, p, VB, FLOAT)
-                    more = more + (product(scaled, code, acc[p] * factor[:, None], PRECISION),)
-            acc = more
-    low = tl.sum(lows, 1)
-    for p in tl.static_range(VP):
-        channel = v_at * VP + p
-        own = real[:, None] & (channel < DIM)[None, :] & ((channel // (DIM // GROUPS))[None, :] == group[:, None])
-        tl.store(
-            work + query[:, None] * WIDE + channel[None, :],
-            whole_numbers(acc[p], p, VB, FLOAT) + low[:, None],
-            mask=own,
-        )
-    tl.store(sums + query, best, mask=real & (group == 0))
-    tl.store(sums + BLOCK_G + query, tl.sum(total, 1), mask=real & (group == 0))
+            scaled, factor, best, total, lows = weigh(
+                scores, best, total, lows, pairs + place * (SLOTS * GROUPS), group, dtype, VB, GROUPS
+            )
+            acc = value_sums(scaled, factor, acc, values, base, words, place, DIM, WIDE, VB, VP, VW, PRECISION)
+    store_sums(work, sums, acc, best, total, lows, DIM, SHARED, GQ, BLOCK_G, WIDE, VB, VP, VW, GROUPS, FLOAT)

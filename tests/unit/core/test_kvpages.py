@@ -58,7 +58,7 @@ def test_no_number_is_further_off_than_half_a_step_and_the_rounding_of_its_offse
     x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(seed)) * spread + shift
     keys = kvpages.decode_keys(*kvpages.encode_keys(x, bits), bits)
     span = x.amax(1, keepdim=True) - x.amin(1, keepdim=True)
-    cut = 0.3 if bits <= kvpages.SEARCHED_BITS else 0.0  # what the search may clip
+    cut = 0.3 if bits <= kvpages.SEARCHED_KEYS else 0.0  # what the search may clip
     bound = span * (0.5 / ((1 << bits) - 1) * 1.01 + cut) + (abs(shift) + 5 * spread) * 2.0**-10 + 2.0**-12
     assert bool(((keys - x).abs() <= bound).all())
 
@@ -66,7 +66,7 @@ def test_no_number_is_further_off_than_half_a_step_and_the_rounding_of_its_offse
 def test_the_search_is_never_worse_than_the_full_range() -> None:
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) ** 3
     for bits in (2, 3):
-        scale, low = kvpages.choose_range(x, bits)
+        scale, low = kvpages.choose_range(x, bits, True)
         searched = kvpages._error(x, scale, low, bits)
         full = kvpages._error(x, *kvpages._as_stored(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), bits), bits)
         assert bool((searched <= full).all())
@@ -93,7 +93,7 @@ def test_the_rotation_helps_values_with_an_outlying_channel() -> None:
     v[..., 5] *= 30
     back = kvpages.rotate(kvpages.decode_values(*kvpages.encode_values(v, 4, 1), 4, 64))
     grouped = v.unflatten(-1, (1, -1))
-    scale, low = kvpages.choose_range(grouped, 4)
+    scale, low = kvpages.choose_range(grouped, 4, False)
     plain = (kvpages.quantize(grouped, scale, low, 4) * scale + low).flatten(-2)
     assert float((back - v).norm()) < 0.6 * float((plain - v).norm())
 

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.core.kvscheme import KVPlan, KVScheme, LayerScales
 from quantkit.errors import RequestError
-from quantkit.runtime.load import kv_plan
+from quantkit.runtime.kv_plan import kv_plan
 
 NAME = "model.layers.0.self_attn"
 
@@ -36,7 +36,6 @@ def test_what_is_stored_is_used_where_nothing_else_is_asked_for() -> None:
 def test_static_scales_are_of_the_bits_that_they_were_calibrated_for() -> None:
     plan = kv_plan(stored(4), 4, "static")
     assert {scheme.scales for scheme in [plan.scheme, *plan.layers.values()]} == {"static"}
-    assert kv_plan(stored(4), 8, "static").static == {}  # refused by ``layer_specs``, which names the module
     assert kv_plan(stored(4, 2), None, "static").label == "3.00 on average"
 
 
@@ -46,6 +45,15 @@ def test_static_scales_are_of_the_bits_that_they_were_calibrated_for() -> None:
         (None, None, "static", "says nothing about its cache"),
         (None, 16, "static", "no effect on a KV cache of 16 bits"),
         (stored(4), 16, "online", "no effect on a KV cache of 16 bits"),
+        (None, 4, "static", "--kv-bits 4: this checkpoint holds no static KV scales. Convert with --kv-bits 4"),
+        (
+            stored(4),
+            8,
+            "static",
+            "--kv-bits 8: the static KV scales of this checkpoint are for 4 bits. Leave --kv-bits out",
+        ),
+        (stored(4, 2), "k4v2", "static", "are for 3.00 bits on average"),
+        (stored("fp8"), 4, "static", "are those of an fp8 cache"),
         (None, "fp8", "static", "Convert again"),
         (None, "fp8", "online", "Convert again"),
         (stored("fp8"), None, "static", "Convert again"),

@@ -19,8 +19,9 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError, RequestError, SourceError
 from quantkit.formats.kv_scales import FILE_NAME, read_kv_plan, write_kv_plan
 from quantkit.runtime.attention import attention_modules
+from quantkit.runtime.kv_plan import kv_plan
 from quantkit.runtime.linear import QuantLinear
-from quantkit.runtime.load import choose_dtype, kv_plan, load
+from quantkit.runtime.load import choose_dtype, load
 
 Folder = Callable[..., Path]
 VOCAB = 288
@@ -77,7 +78,7 @@ def test_a_packed_model_runs_as_its_dequantized_twin(
 
 def test_a_model_prints_as_what_it_runs(packed_folder: Folder) -> None:
     model = load(packed_folder("llama", Scheme(4, 32)), device="cpu", dtype="float32", kernel="reference")
-    assert re.fullmatch(r"Model\(llama, cpu, float32, \d+ x words, KV cache 32 bit\)", repr(model))
+    assert re.fullmatch(r"Model\(llama, cpu, float32, \d+ x words, KV cache 32 bits\)", repr(model))
 
 
 def test_tied_embeddings_stay_one_tensor(packed_folder: Folder, float_folder: Folder) -> None:
@@ -118,8 +119,10 @@ def test_options_are_refused_by_name(float_folder: Folder, monkeypatch: pytest.M
             load(folder, **{"device": "cpu", **bad})  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="--kv-bits 5: choose"):
         load(folder, device="cpu", kv_bits=5)
-    with pytest.raises(CheckpointError, match=r"no static KV scales for 'model[.]layers[.]0[.]self_attn'"):
+    with pytest.raises(RequestError, match="holds no static KV scales"):
         load(folder, device="cpu", kv_bits=8, kv_scales="static")
+    with pytest.raises(CheckpointError, match=r"no fp8 KV scales for 'model[.]layers[.]0[.]self_attn'"):
+        load(folder, device="cpu", kv_bits="fp8")
     with pytest.raises(RequestError, match="says nothing about its cache"):
         load(folder, device="cpu", kv_scales="static")
     with pytest.raises(RequestError, match="float16 on a CPU"):
@@ -177,7 +180,7 @@ def test_what_the_checkpoint_says_of_its_cache_is_done(kv_folder: Path) -> None:
     assert online.kv_plan.scheme == KVScheme.of(8)
     assert not torch.equal(online(LONG), logits)
     assert load(kv_folder, device="cpu", kv_bits="k4v2").kv_plan.scheme == KVScheme.of("k4v2")
-    with pytest.raises(CheckpointError, match="no static KV scales"):
+    with pytest.raises(RequestError, match="static KV scales of this checkpoint are for 8 bits"):
         load(kv_folder, device="cpu", kv_bits=4, kv_scales="static")
 
     def double(tensors: dict[str, Any]) -> None:
