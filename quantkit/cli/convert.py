@@ -21,9 +21,11 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 
     name = "size|channel"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str | None:
         if value in (None, "channel", "-1", -1):
             return None
+        if value == "auto":
+            return "auto"
         try:
             return int(value)
         except ValueError:
@@ -45,8 +47,20 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 )
 @click.option("--bits", type=int, default=4, show_default=True, help="2 to 8.")
 @click.option(
-    "--group-size", type=GroupSize(), default="128", show_default=True, help="Inputs per scale, or 'channel'."
+    "--group-size",
+    type=GroupSize(),
+    default="128",
+    show_default=True,
+    help="Inputs per scale, or 'channel'. With a target: auto.",
 )
+@click.option(
+    "--target-bpw",
+    type=float,
+    metavar="BITS",
+    help="Instead of --bits: bits and group size of each layer by measured damage, at most so many bits per weight of the whole model (all "
+    "tensors counted; head and embeddings are quantized, too, where the format can).",
+)
+@click.option("--target-size", metavar="SIZE", help="The same in bytes of all tensors: 3.5GB, 700MB, 1.2GiB.")
 @click.option("--sym/--asym", "symmetric", default=False, help="Fixed zero point, or one per group. [default: asym]")
 @click.option(
     "--activations",
@@ -136,8 +150,6 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("--target-bpw", hidden=True)
-@click.option("--target-size", hidden=True)
 def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Quantize SOURCE into the folder --out: a complete checkpoint with config, tokenizer and manifest.
 
@@ -145,23 +157,20 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     A SOURCE that is quantized already is repacked into --format: the same codes; with --kv-bits its cache is calibrated too.
     """
     from quantkit.convert.options import (
-        NOT_LANDED,
         ConvertOptions,
         apply_activations,
         apply_preset,
-        refuse_not_landed,
+        apply_target,
         refuse_without_effect,
     )
     from quantkit.convert.plan import make_plan
     from quantkit.convert.repack import plan_repack
     from quantkit.convert.run import run
 
-    refuse_not_landed(given)
-    for name in NOT_LANDED:
-        given.pop(name, None)
     preset = given.pop("preset")
     given.update(apply_preset(preset, _typed(given)))
     given.update(apply_activations({**_typed(given), "activations": given["activations"]}))
+    given.update(apply_target(_typed(given)))
     started = time.perf_counter()
     options = ConvertOptions(source=source, out=out, format=format_, **given)
     repacking = plan_repack(source, out, _typed({**given, "format": format_}))

@@ -18,7 +18,7 @@ def describe(plan: Plan) -> str:
     lines = [
         f"{o.source} -> {o.out}",
         f"  model     {config.model_type}, {len(plan.blocks)} blocks, {len(plan.targets)} linears with {count / 1e6:.1f} M weights",
-        f"  method    {o.method}, {o.scheme.describe()}, scales by {o.scales}; format {o.format}"
+        f"  method    {o.method}, {o.target if o.allocates else o.scheme.describe()}, scales by {o.scales}; format {o.format}"
         + (
             f"; {o.cache.words()}, {'calibrated' if o.kv_bits == 'fp8' else o.kv_scales} scales"
             if o.cache.wanted
@@ -30,13 +30,16 @@ def describe(plan: Plan) -> str:
         lines.append(
             f"  text      {w.name}: {w.ids.shape[0]} windows of {w.ids.shape[1]} tokens, seed {w.seed}, {'with' if w.bos else 'no'} BOS"
         )
+    if plan.allocation is not None:
+        lines += plan.allocation.describe()
     for (shape, scheme), names in sorted(_schemes(plan).items()):
         lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
     lines += [
         f"  keeps     {len(plan.plain)} tensors unchanged",
         f"  needs     host {size_text(p.host)}, device {size_text(p.device)}, disk {size_text(p.disk)} while running; output {size_text(p.output)}",
     ]
-    lines += [f"  loads in  {line}" for line in verdict_lines(lint_plan(plan))]
+    if plan.allocation is None:  # else: known when the bits are
+        lines += [f"  loads in  {line}" for line in verdict_lines(lint_plan(plan))]
     lines.append(f"  works in  {o.work_folder} (finished blocks; a stopped job goes on with --resume)")
     lines += [f"  note      {warning}" for warning in plan.warnings]
     lines += [f"  PROBLEM   {problem}" for problem in plan.problems]
@@ -44,21 +47,30 @@ def describe(plan: Plan) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
+    free = _free(plan)
     return {
         "out": str(plan.options.out),
         "work_dir": str(plan.options.work_folder),
         "options": plan.options.for_manifest(),
         **plan.prediction.to_json(),
         "phases": plan.prediction.phases,
-        "layers": [{"name": t.name, "shape": [t.out_features, t.in_features], "scheme": t.scheme.describe()} for t in plan.targets.values()],
-        "engines": [verdict.to_json() for verdict in lint_plan(plan)],
+        "allocation": None if plan.allocation is None else plan.allocation.to_json(),
+        "layers": [{"name": t.name, "shape": [t.out_features, t.in_features], "scheme": None if name in free else t.scheme.describe()} for name, t in plan.targets.items()],
+        "engines": [verdict.to_json() for verdict in lint_plan(plan)] if plan.allocation is None else [],
         "warnings": plan.warnings,
         "problems": plan.problems,
     }  # fmt: skip
 
 
+def _free(plan: Plan) -> set[str]:
+    """Modules whose scheme is not chosen yet."""
+    return set() if plan.allocation is None else {name for unit in plan.allocation.units for name in unit.members}
+
+
 def _schemes(plan: Plan) -> dict[tuple[str, str], list[str]]:
     found: dict[tuple[str, str], list[str]] = {}
-    for t in plan.targets.values():
-        found.setdefault((f"{t.out_features}x{t.in_features}", t.scheme.describe()), []).append(t.name)
+    free = _free(plan)
+    for name, t in plan.targets.items():
+        words = "to be chosen" if name in free else t.scheme.describe()
+        found.setdefault((f"{t.out_features}x{t.in_features}", words), []).append(t.name)
     return found

@@ -63,6 +63,7 @@ class Sizes:
     fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
     kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
     paired: bool = False  # the original model's states and activations are kept beside the quantized ones
+    measuring: int = 0  # bytes that finding out what each choice of bits costs takes; 0 if nothing is chosen
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
 
 
@@ -80,6 +81,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
     fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
     self:   the whole model with its cache, before anything else
+    measure: what each choice of bits does: head and embeddings, states and gradients of its few windows, a block or a part of the logits
     outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
     generate: the written model, loaded whole, if that is small (GENERATE_BYTES) or no more than another phase
     copy:   states + three stored copies of the largest plain tensor (read, written, read back)
@@ -97,6 +99,8 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize}
     if sizes.whole and not away:
         phases["self"] = sizes.whole
+    if sizes.measuring and not away:
+        phases["measure"] = sizes.measuring
     if sizes.tokens:
         # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
         reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
@@ -149,6 +153,7 @@ def predict_device(sizes: Sizes) -> int:
         + max(4 * square * f64, 10 * searched * f32, sizes.largest_group * (2 * f32 + 2) + square * f64),
         "report": square * f64 + 2 * sizes.largest_parameter * f32 + 4 * min(sizes.largest_parameter, 1 << 24) * f64,
         "fold": sizes.fold,
+        "measure": sizes.measuring - base,
         "self": sizes.whole // 2 - base,  # in bfloat16
         "outside": 12 * CHUNK * f32 - base if sizes.outside_bytes else 0,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +16,19 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 
-# Options of the command line whose capability has not landed: refused by name, never ignored.
-NOT_LANDED = ("target_bpw", "target_size")
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+AUTO = "auto"  # a group size chosen with the bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +39,9 @@ class ConvertOptions:
     out: Path
     method: str = "gptq"
     bits: int = 4
-    group_size: int | str | None = 128
+    group_size: int | str | None = 128  # with a target: what all groups have, or "auto": chosen with the bits
+    target_bpw: float | None = None  # bits per weight of the whole checkpoint, instead of bits
+    target_size: int | str | None = None  # its tensors' bytes: 3_500_000_000 or "3.5GB"
     symmetric: bool = False
     scales: str = "search"
     scale_dtype: str = "float16"
@@ -60,6 +74,7 @@ class ConvertOptions:
             object.__setattr__(self, "group_size", None)
         if self.activations == "none":
             object.__setattr__(self, "activations", None)
+        self._check_target()
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"--seed {self.seed}: a whole number from 0 to 2**63 - 1.")
         if isinstance(self.rules, list):
@@ -87,9 +102,40 @@ class ConvertOptions:
                 f"--damping {self.damping}: a share of the Hessian's mean diagonal, above 0 and at most 1."
             )
 
+    def _check_target(self) -> None:
+        if self.target_bpw is not None and self.target_size is not None:
+            raise RequestError("--target-bpw and --target-size say the same in two ways. Leave one of them out.")
+        if self.target_bpw is not None and not 0 < self.target_bpw <= 32:
+            raise RequestError(
+                f"--target-bpw {self.target_bpw:g}: bits per weight of the whole model, from about 2 to 16."
+            )
+        if self.target_size is not None:
+            object.__setattr__(self, "target_size", parse_size(self.target_size))
+        if self.allocates and self.activations is not None:
+            raise RequestError(
+                f"{self.target}: --activations int8 goes with 8 bits only, there is nothing to choose. Leave one of them out."
+            )
+        if self.group_size == AUTO and not self.allocates:
+            raise RequestError(
+                "--group-size auto: only --target-bpw and --target-size choose group sizes. Give a number or 'channel'."
+            )
+
+    @property
+    def allocates(self) -> bool:
+        """True if bits are chosen by measured damage, within a size."""
+        return self.target_bpw is not None or self.target_size is not None
+
+    @property
+    def target(self) -> str:
+        """What was asked for, as it is typed."""
+        if self.target_bpw is not None:
+            return f"--target-bpw {self.target_bpw:g}"
+        return f"--target-size {self.target_size}"
+
     @property
     def scheme(self) -> Scheme:
-        size: Any = self.group_size
+        """What is not said otherwise; with a target only what rules start from, and what all options have in common."""
+        size: Any = 128 if self.group_size == AUTO else self.group_size
         return Scheme(self.bits, size, self.symmetric, self.scale_dtype, self.activations)
 
     @property
@@ -130,9 +176,11 @@ class ConvertOptions:
             "work_dir",
         ):
             data.pop(key)
-        if not self.needs_data:
+        if not (self.needs_data or self.allocates):
             for key in ("samples", "seq_len"):
                 data.pop(key)
+        for key in ("bits",) if self.allocates else ("target_bpw", "target_size"):
+            data.pop(key)
         return data
 
 
@@ -153,6 +201,24 @@ def apply_activations(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("activations") in (None, "none"):
         return {}
     return {name: value for name, value in INT8_ACTIVATIONS.items() if name not in given}
+
+
+def apply_target(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a target adds to the options that were given: group sizes are chosen, too, unless one is given."""
+    wanted = given.get("target_bpw") is not None or given.get("target_size") is not None
+    return {"group_size": AUTO} if wanted and "group_size" not in given else {}
+
+
+def parse_size(text: int | str) -> int:
+    """Bytes. Raises RequestError.
+
+    >>> parse_size("3.5GB"), parse_size("1 GiB"), parse_size(77)
+    (3500000000, 1073741824, 77)
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", str(text))
+    if not found or found[2].upper() not in UNITS or not float(found[1]) > 0:
+        raise RequestError(f"--target-size {text}: a size such as 3.5GB, 700MB or 1.2GiB.")
+    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +249,9 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         useless["damping"] = f"--method {options.method} uses no statistics"
     if options.method == "smooth":
         useless["damping"] = "--method smooth rounds without a Hessian"
-    if not options.needs_data:
+    if options.allocates:
+        useless["bits"] = f"{options.target} chooses the bits"
+    if not (options.needs_data or options.allocates):
         useless |= dict.fromkeys(
             ("calibration", "samples", "seq_len", "seed", "products"), f"--method {options.method} reads no text"
         )
@@ -191,6 +259,8 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         useless["kv_scales"] = (
             "--kv-bits 16 keeps the cache as it is (a cache with scales needs --kv-bits 8, 4, 3, 2 or k4v2)"
         )
+    if not options.needs_data and options.allocates:
+        useless["products"] = f"--method {options.method} uses no statistics"
     if options.kv_bits == "fp8":
         useless["kv_scales"] = "--kv-bits fp8 has scales of its own"
     if options.kv_budget is not None:
@@ -201,10 +271,3 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         reasons = "; ".join(dict.fromkeys(useless[name] for name in found))
         verb, them = ("has", "it") if len(found) == 1 else ("have", "them")
         raise RequestError(f"{flags} {verb} no effect: {reasons}. Leave {them} out.")
-
-
-def refuse_not_landed(options: Mapping[str, Any]) -> None:
-    """Raises RequestError for an option that was given and whose capability has not landed."""
-    for name in NOT_LANDED:
-        if options.get(name):
-            raise RequestError(f"--{name.replace('_', '-')}: this capability has not landed yet. Leave the option out.")

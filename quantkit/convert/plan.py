@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.source import Source, TensorInfo, open_source
 from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer
 from quantkit.convert import selftext
+from quantkit.convert.allocation import Allocation, cache_bytes, head_width, plan_allocation, with_allocation
 from quantkit.convert.device import check_device
 from quantkit.convert.embed import before_blocks
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import BATCH_TOKENS, Prediction, Sizes, kernel_bytes, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
+from quantkit.convert.probe import TOKENS, WINDOWS
 from quantkit.convert.sample import fallback
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
@@ -60,6 +62,11 @@ class Plan:
     warnings: list[str]
     prediction: Prediction
     device: torch.device  # blocks are stepped and solved there
+    allocation: Allocation | None = (
+        None  # what is still to be chosen; schemes of its units in ``targets`` are provisional
+    )
+    allocated: dict[str, Any] | None = None  # what was chosen, and from what: see ``convert.allocated``
+    probe: Windows | None = None  # text for that alone, if the method itself reads none
 
     def layout(self) -> Layout:
         names, known = self.weights.names, routers(self.model)
@@ -115,8 +122,11 @@ def make_plan(options: ConvertOptions) -> Plan:
     chosen = choose_targets(options, form, blocks, weights)
     targets, problems, warnings = chosen.chosen, chosen.problems, chosen.warnings
     rewritten = _rewritten(options, blocks, weights, targets)
-    plain, split = _unquantized(weights, targets, rewritten)
+    plain, split = unquantized(weights, targets, rewritten)
     windows = read_windows(options, tokenizer, model, problems)
+    probed = None if options.needs_data else read_probe(options, tokenizer, model, problems)
+    fixed = plain_bytes(weights, plain, [*split, *rewritten]) + cache_bytes(options, form, model)
+    allocation = plan_allocation(options, form, weights, chosen, fixed)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
     if windows is not None and options.method != "rtn":
@@ -129,7 +139,10 @@ def make_plan(options: ConvertOptions) -> Plan:
             f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its weights are read as float16, "
             "and losses and sizes are counted from there"
         )
-    prediction = predict(_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows), device.type)
+    sizes = _sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows)
+    if allocation is not None:
+        sizes = with_allocation(sizes, allocation, weights, blocks)
+    prediction = predict(sizes, device.type)
     problems += check_room(options, prediction) + check_device(device, prediction)
     if options.cache.wanted:
         warnings += cache_elsewhere(options.kv_bits, form)
@@ -140,7 +153,8 @@ def make_plan(options: ConvertOptions) -> Plan:
         shown = ", ".join(behind[:5]) + (f" and {len(behind) - 5} more" if len(behind) > 5 else "")
         warnings.append(f"not copied from the source (code, pickles, other data): {shown}")
     return Plan(
-        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, rewritten, problems, warnings, prediction, device
+        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, rewritten, problems, warnings, prediction, device,
+        allocation, None, probed,
     )  # fmt: skip
 
 
@@ -167,7 +181,7 @@ def _rewritten(options: ConvertOptions, blocks: Blocks, weights: Weights, target
     return [name for name in weights.sources if name.startswith(f"{blocks.prefix}.") and name not in quantized]
 
 
-def _unquantized(weights: Weights, targets: dict[str, Target], rewritten: list[str]) -> tuple[list[str], list[str]]:
+def unquantized(weights: Weights, targets: dict[str, Target], rewritten: list[str]) -> tuple[list[str], list[str]]:
     """Stored tensors that are copied unchanged, and 16-bit parameters that are cut from a fused one or renamed."""
     quantized = {t.parameter for t in targets.values()} | set(rewritten)
     split = [
@@ -198,6 +212,27 @@ def _refuse_quantized(source: Source) -> None:
         )
 
 
+def plain_bytes(weights: Weights, plain: Sequence[str], cut: Sequence[str]) -> int:
+    """Of everything that is written in 16 bit. cut: parameters that are written one by one."""
+    copied = sum(weights.source.info(name).nbytes for name in plain)
+    return copied + sum(
+        weights.parameters[n].numel() * weights.source.info(weights.stored(n)).dtype.itemsize for n in cut
+    )
+
+
+def read_probe(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
+    """Text to measure damage on, for a method that reads none itself."""
+    if not options.allocates:
+        return None
+    if options.calibration == selftext.NAME:
+        problems.append(
+            f"--calibration self with --method {options.method}: {options.target} measures on a text. Name one."
+        )
+        return None
+    few = replace(options, samples=min(options.samples, WINDOWS), seq_len=min(options.seq_len, TOKENS))
+    return _read_windows(few, tokenizer, model, problems)
+
+
 def read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
     """The calibration text as tokens, None if none is needed or a problem was added."""
     config: Any = model.config
@@ -207,6 +242,11 @@ def read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, prob
         except QuantkitError as error:
             problems.append(str(error))
         return None
+    return _read_windows(options, tokenizer, model, problems)
+
+
+def _read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
+    config: Any = model.config
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and options.seq_len > limit:
         problems.append(
@@ -265,7 +305,6 @@ def _sizes(
         for t in targets.values()
     )
     infos = [weights.source.info(name) for name in plain]
-    cut = sum(weights.parameters[n].numel() * weights.source.info(weights.stored(n)).dtype.itemsize for n in split)
     config: Any = weights.model.config
     before = before_blocks(weights, blocks)
     return Sizes(
@@ -284,7 +323,7 @@ def _sizes(
         hidden=config.hidden_size,
         tokens=0 if windows is None else windows.ids.numel(),
         seq_len=options.seq_len,
-        plain_bytes=sum(info.nbytes for info in infos) + cut,
+        plain_bytes=plain_bytes(weights, plain, split),
         packed_bytes=int(packed),
         packed_model=packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
         kernels=kernel_bytes(),
@@ -342,7 +381,7 @@ def kv_sample_bytes(config: Any, options: ConvertOptions) -> int:
     if not options.cache.wanted:
         return 0
     heads = cached_heads(config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = head_width(config)
     sample = 6 * heads * head_dim * SAMPLE_TOKENS
     trial = 0
     if options.cache.budget is not None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.convert.allocated import allocation_lines
 from quantkit.convert.cache import label_words, summary_lines
 from quantkit.convert.engines import Verdict, verdict_lines
 
@@ -68,6 +69,7 @@ class ConvertReport:
     engines: list[Verdict] = field(default_factory=list)
     repacked_from: str | None = None  # the source's format, when nothing was quantized
     notes: list[str] = field(default_factory=list)  # what happened on the way, see BlockResult
+    allocation: dict[str, Any] | None = None  # of bits chosen within a size, see convert.settle.Settled.summary
     cache: dict[str, Any] | None = None  # of a quantized KV cache, see convert.cache.summary
 
     @property
@@ -89,6 +91,7 @@ class ConvertReport:
             "notes": self.notes,
             "kv_bits": self.kv_bits,
             "cache": self.cache,
+            "allocation": self.allocation,
             "layers": layers,
         }
 
@@ -96,6 +99,7 @@ class ConvertReport:
         """Undo ``to_store``."""
         self.verified_tensors, self.sample, self.notes = stored["verified_tensors"], stored["sample"], stored["notes"]
         self.kv_bits, self.cache = stored["kv_bits"], stored["cache"]
+        self.allocation = stored["allocation"]
         self.layers = [LayerReport(**layer) for layer in stored["layers"]]
 
     def to_json(self) -> dict[str, Any]:
@@ -107,6 +111,7 @@ class ConvertReport:
             "scheme": self.scheme,
             "kv_bits": self.kv_bits,
             "cache": self.cache,
+            "allocation": self.allocation,
             "seconds": round(self.seconds, 1),
             "peak_host_bytes": self.peak_host_bytes,
             "predicted_host_bytes": self.predicted_host_bytes,
@@ -145,6 +150,8 @@ class ConvertReport:
             lines.append(
                 f"  error     relative output error on the calibration text {mean:.1%} on average; largest: {shown}"
             )
+        if self.allocation is not None:
+            lines += allocation_lines(self.allocation)
         if self.cache is not None:
             lines += summary_lines(self.cache)
         lines += self._trouble()

@@ -8,6 +8,7 @@
       parts/block-0007.json     one finished step: sums of its tensors, and its facts for the report
       parts/block-0007.safetensors
       text.json                 calibration text that the model wrote itself
+      measured.json             what each choice of bits would cost
       states-0.bin, .json       hidden states in front of some block; two files in turn
     .NAME.partial-TOKEN/        the output while it is put together, one rename away from its name
 
@@ -127,6 +128,16 @@ class Work:
         found = read_record(self.folder / "text.json")
         return None if found is None else Windows(**{**found, "ids": torch.tensor(found["ids"], dtype=torch.int64)})
 
+    def keep_measured(self, damage: list[list[float]]) -> None:
+        """Keep what each choice of bits costs."""
+        with disk(self.folder):
+            write_record(self.folder / "measured.json", {"damage": damage})
+
+    def measured(self) -> list[list[float]] | None:
+        """What ``keep_measured`` kept, or None."""
+        found = read_record(self.folder / "measured.json") if self.resumed else None
+        return None if found is None else found["damage"]
+
     @property
     def finished(self) -> dict[str, Any] | None:
         """The facts given to ``finish``, if the output was complete when an earlier process ended."""
@@ -149,7 +160,9 @@ class Work:
 
         Returns what to tell the user, "" if nothing is kept.
         """
-        kept = any((self.folder / "parts").glob("*.json")) or (self.folder / "text.json").exists()
+        kept = any((self.folder / "parts").glob("*.json")) or any(
+            (self.folder / name).exists() for name in ("text.json", "measured.json")
+        )
         if isinstance(error, INCURABLE) or not kept:
             self.writer.abandon()
             self.remove()
@@ -165,8 +178,8 @@ class Work:
 def identity(plan: Plan) -> dict[str, Any]:
     """What decides the bytes of the result; part of the manifest. Reads the whole source for its hash."""
     calibration = None
-    if plan.windows is not None:
-        w = plan.windows
+    w = plan.windows or plan.probe
+    if w is not None:
         tokens = None if w.ids.is_meta else w.digest()  # not written yet: the model and the seed decide them
         calibration = {"text": w.name, "text_sha256": w.text_sha256, "tokens_sha256": tokens, "bos": w.bos}
     return {

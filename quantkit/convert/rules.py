@@ -124,10 +124,12 @@ def _bad(text: str, what: str) -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the rules say about a model. schemes: by module name, None for 16 bit. problems: rules without effect."""
+    """What the rules say about a model. schemes: by module name, None for 16 bit. problems: rules without effect. taken: the modules that
+    some rule speaks about."""
 
     schemes: Mapping[str, Scheme | None]
     problems: tuple[str, ...]
+    taken: frozenset[str] = frozenset()
 
 
 def choose_schemes(rules: Sequence[Rule], base: Scheme, linears: Sequence[str], outside: Sequence[str]) -> Choice:
@@ -150,7 +152,7 @@ def choose_schemes(rules: Sequence[Rule], base: Scheme, linears: Sequence[str], 
     for name in [*linears, *outside]:
         default = base if name not in outside else None
         schemes[name] = taken[name].scheme(base) if name in taken else default
-    return Choice(schemes, tuple(problems))
+    return Choice(schemes, tuple(problems), frozenset(taken))
 
 
 def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
@@ -171,7 +173,7 @@ def split_siblings(schemes: Mapping[str, Scheme | None]) -> list[str]:
     """One sentence per kind of fused siblings whose schemes differ: who, what, and the rule that mends it."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in schemes:
-        for group, pattern in _fused_groups(name):
+        for group, pattern in fused_groups(name):
             found.setdefault(group, {}).setdefault(pattern, []).append(name)
     problems: dict[str, list[str]] = {}
     for group, by_pattern in found.items():
@@ -190,7 +192,7 @@ def split_siblings(schemes: Mapping[str, Scheme | None]) -> list[str]:
     ]
 
 
-def _fused_groups(name: str) -> list[tuple[str, str]]:
+def fused_groups(name: str) -> list[tuple[str, str]]:
     """(owner, the pattern of a rule that covers all siblings) of each set of fused linears that a module belongs to."""
     experts = EXPERTS.match(name)
     if experts:

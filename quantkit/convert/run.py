@@ -27,12 +27,19 @@ from quantkit.convert.embed import SHORT, embed
 from quantkit.convert.fold import fold_block, missing_folds, probe
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import casts_scales, lint_plan
-from quantkit.convert.options import ConvertOptions, apply_activations, apply_preset, refuse_without_effect
+from quantkit.convert.options import (
+    ConvertOptions,
+    apply_activations,
+    apply_preset,
+    apply_target,
+    refuse_without_effect,
+)
 from quantkit.convert.outside import quantize_outside
 from quantkit.convert.plan import Plan, make_plan
 from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
 from quantkit.convert.sample import generate_sample
+from quantkit.convert.settle import settle
 from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
 from quantkit.core.kvscheme import KVPlan
@@ -80,6 +87,7 @@ def convert(
     given = dict(options)
     options.update(apply_preset(preset, options))
     options.update(apply_activations(options))
+    options.update(apply_target(options))
     started = time.perf_counter()
     listen = on_progress or (lambda progress: None)
     asked = ConvertOptions(source=str(source), out=Path(out), **options)
@@ -101,6 +109,7 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
         if plan.windows is not None and plan.windows.ids.is_meta:
             plan.windows = work.text() or _own_text(plan, work, listen)
         with working_on(plan.device, choose_products(plan.options.products, plan.device)):
+            settle(plan, work, lambda done, total: listen(Progress("measure", done, total)))
             report = _Conversion(plan, work, listen).run()
         work.writer.commit()
         work.remove()
@@ -137,8 +146,16 @@ class _Conversion:
     def __init__(self, plan: Plan, work: Work, listen: Listener) -> None:
         self.plan, self.work, self.writer, self.listen = plan, work, work.writer, listen
         o = plan.options
-        self.report = ConvertReport(o.out, o.method, o.format, o.scheme.describe(), o.kv_bits, warnings=plan.warnings)
+        self.report = ConvertReport(
+            o.out,
+            o.method,
+            o.format,
+            o.target if o.allocates else o.scheme.describe(),
+            o.kv_bits,
+            warnings=plan.warnings,
+        )
         self.report.engines = lint_plan(plan)
+        self.report.allocation = plan.allocated
         self.report.predicted_host_bytes = plan.prediction.host
         self.report.source_bytes = sum(plan.source.info(name).nbytes for name in plan.source.names())
         self.decisions: dict[str, str] = {}
@@ -347,4 +364,10 @@ class _Conversion:
     def _manifest(self) -> dict[str, Any]:
         """What made these bytes. No times and no paths: the same job gives the same manifest."""
         layers = [layer.to_json() for layer in self.report.layers]
-        return {**identity(self.plan), "notes": self.report.notes, "cache": self.report.cache, "layers": layers}
+        return {
+            **identity(self.plan),
+            "notes": self.report.notes,
+            "cache": self.report.cache,
+            **({} if self.plan.allocated is None else {"allocation": self.plan.allocated}),
+            "layers": layers,
+        }

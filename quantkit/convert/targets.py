@@ -39,10 +39,12 @@ class Target:
 
 @dataclass
 class Targets:
-    """By module name of the skeleton, e.g. ``model.layers.0.mlp.up_proj``. kept: linears that a rule leaves at 16 bit."""
+    """By module name of the skeleton, e.g. ``model.layers.0.mlp.up_proj``. kept: linears that a rule leaves at 16 bit. free: what the
+    rules leave to the allocation, if there is one; its schemes are provisional."""
 
     chosen: dict[str, Target] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    free: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -65,8 +67,19 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     wanted: list[tuple[str, str, Any, str, Scheme | None]] = [
         (module, names[module], linear, "linear", choice.schemes[names[module]]) for module, linear in modules.items()
     ]
+    if options.allocates:
+        found.free = [module for module in modules if names[module] not in choice.taken]
     for one in outside:
-        wanted.append((one.module, one.stored, one.owner, one.kind, one.choose(choice.schemes)))
+        scheme = one.choose(choice.schemes)
+        if options.allocates and choice.taken.isdisjoint(one.names):
+            if one.kind in form.outside:
+                scheme = options.scheme
+                found.free.append(one.module)
+            else:
+                found.warnings.append(
+                    f"{one.stored} stays at 16 bit: {form.name} cannot hold {_SAID[one.kind]} so that engines read it"
+                )
+        wanted.append((one.module, one.stored, one.owner, one.kind, scheme))
     sizes = _group_sizes(
         form, [(replace(scheme, activations=None), owner.weight.shape[1]) for *_, owner, _, scheme in wanted if scheme]
     )
@@ -100,8 +113,11 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     unsayable = form.cannot_say(Layout({t.name: t.scheme for t in found.chosen.values()}, found.kept, outside_names))
     if unsayable:
         found.problems.append(unsayable)
-    _say_adapted(options, form, adapted, found)
-    _say_split(form, choice.schemes, found)
+    if options.allocates:  # the rest is not decided yet
+        _say_split(form, {name: scheme for name, scheme in choice.schemes.items() if name in choice.taken}, found)
+    else:
+        _say_adapted(options, form, adapted, found)
+        _say_split(form, choice.schemes, found)
     return found
 
 

@@ -50,6 +50,10 @@ class Format(Protocol):
         """None, or why the config cannot say this of one model (with the remedy)."""
 
     @staticmethod
+    def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+        """Bytes of all tensors that ``encode`` makes of such a weight."""
+
+    @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
         """Codes, scales and zeros -> tensors by local name. Never rounds a float."""
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.packing import pack_rows, unpack_rows
+from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
@@ -69,6 +69,11 @@ class AWQ:
                     f"{dense} at 16 bit would leave {caught} out as well, whose name holds its name. Use --format gptq."
                 )
         return None
+
+    @staticmethod
+    def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+        groups = scheme.groups(in_features)
+        return 4 * packed_width(out_features, scheme.bits) * (in_features + groups) + 2 * groups * out_features
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:

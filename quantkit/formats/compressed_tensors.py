@@ -74,6 +74,14 @@ class CompressedTensors:
         return None
 
     @staticmethod
+    def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+        groups = scheme.groups(in_features)
+        if scheme.activations is not None:
+            return out_features * (in_features + 2 * groups)
+        zeros = 0 if scheme.symmetric else 4 * packed_width(out_features, scheme.bits) * groups
+        return out_features * (4 * packed_width(in_features, scheme.bits) + 2 * groups) + zeros + 16
+
+    @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
         if q.scheme.activations is not None:
             signed = (q.codes.to(torch.int16) - q.scheme.midpoint).to(torch.int8)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.packing import pack_rows, unpack_rows
+from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
@@ -72,6 +72,12 @@ class GPTQ:
         if len({scheme.symmetric for scheme in layout.modules.values()}) > 1:
             return "symmetric and asymmetric layers: one gptq model is v1 or v2. Use --format compressed-tensors or native."
         return None
+
+    @staticmethod
+    def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+        groups = scheme.groups(in_features)
+        codes = 4 * packed_width(in_features, scheme.bits) * out_features
+        return codes + groups * (4 * packed_width(out_features, scheme.bits) + 2 * out_features) + 4 * in_features
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:

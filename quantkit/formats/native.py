@@ -50,6 +50,12 @@ class Native:
         return None
 
     @staticmethod
+    def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+        groups = scheme.groups(in_features)
+        zeros = 0 if scheme.symmetric else 4 * packed_width(groups, _zero_bits(scheme))
+        return out_features * (4 * packed_width(in_features, scheme.bits) + 2 * groups + zeros) + 16
+
+    @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
         parts = {
             "qweight": pack_rows(q.codes, q.scheme.bits),

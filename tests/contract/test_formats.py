@@ -39,7 +39,9 @@ def test_decode_undoes_encode(name: str, least: int, shape: tuple[int, int]) -> 
     for scheme in SCHEMES:
         if form.supports(scheme, *shape) is None:
             q = quantized(scheme, shape)
-            assert form.decode(form.encode(q), scheme).equal(q), scheme
+            parts = form.encode(q)
+            assert form.decode(parts, scheme).equal(q), scheme
+            assert form.stored_bytes(scheme, *shape) == sum(part.nbytes for part in parts.values()), scheme
             tried += 1
     fits = name in ("native", "compressed-tensors") or shape in ((64, 256), (16, 576))
     assert tried >= (least if fits else 0)

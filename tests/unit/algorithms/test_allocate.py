@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.algorithms.allocate import allocate
+from quantkit.algorithms.allocate import Choices, Option, allocate
 from quantkit.errors import NumericsError, RequestError
 
 WIDTHS = (8, 4, 3, 2)
@@ -56,3 +56,45 @@ def test_impossible_budgets_and_broken_measurements_are_refused() -> None:
     with pytest.raises(NumericsError, match="not finite"):
         allocate([steep | {3: math.nan}], 3)
     assert allocate([], 3) == []
+
+
+options = st.lists(
+    st.builds(Option, st.integers(1, 60), st.floats(0, 100, allow_subnormal=False)), min_size=1, max_size=4
+)
+unlike = st.lists(options, min_size=1, max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(unlike, st.integers(0, 300), st.integers(1, 9))
+def test_parts_of_any_size_are_chosen_as_well_as_by_trying_all(
+    parts: list[list[Option]], budget: int, unit: int
+) -> None:
+    scaled = [[Option(option.cost * unit, option.damage) for option in part] for part in parts]
+    least = sum(min(option.cost for option in part) for part in scaled)
+    if budget < least:
+        with pytest.raises(RequestError, match=f"least possible is {least}"):
+            Choices(scaled).within(budget)
+        return
+    tried = [
+        (sum(option.damage for option in choice), sum(option.cost for option in choice))
+        for choice in itertools.product(*scaled)
+        if sum(option.cost for option in choice) <= budget
+    ]
+    chosen = [part[i] for part, i in zip(scaled, Choices(scaled).within(budget), strict=True)]
+    assert sum(option.cost for option in chosen) <= budget
+    assert sum(option.damage for option in chosen) == pytest.approx(min(tried)[0], rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(unlike, st.integers(2, 40))
+def test_on_a_coarse_grid_the_budget_still_holds_and_more_of_it_never_does_more_damage(
+    parts: list[list[Option]], states: int
+) -> None:
+    choices = Choices(parts, states)
+    damage = []
+    for budget in range(choices.least, choices.most + 1):
+        chosen = [part[i] for part, i in zip(parts, choices.within(budget), strict=True)]
+        assert sum(option.cost for option in chosen) <= budget
+        damage.append(sum(option.damage for option in chosen))
+    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(damage))
+    assert damage[-1] == pytest.approx(sum(min(option.damage for option in part) for part in parts))

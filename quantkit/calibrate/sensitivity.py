@@ -1,0 +1,192 @@
+"""What rounding a weight does to the model's output, measured: nats of KL per token, to second order.
+
+A change D of a linear's weight changes its output by D x and the log-probability of a token by g . D x, where g is the gradient of
+that log-probability at the output. For labels drawn from the model itself the mean of (g . D x)^2 / 2 is the KL divergence between the
+model and the changed one (the Fisher information is the Hessian of KL; Amari, Natural Gradient, section 3). g comes from one pass back
+through the blocks, one block in memory at a time, with one label drawn per position. Changes at two positions of one linear, and
+of two linears, are taken for uncorrelated: sums of squares, not squares of sums (as diagonal Fisher weights do; LeCun et al.,
+Optimal Brain Damage). Linears that read one tensor and are changed together are summed before the square is taken.
+
+Few tokens decide such a mean, and it differs by a third between two texts. So only what one part has in common over all its options is
+taken from it; how the options compare comes from |g|^2 |D x|^2, a mean over all directions, which hardly varies (``steadied``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import UnsupportedModel
+from quantkit.model.skeleton import Blocks
+from quantkit.model.stepper import Call, forward_block, forward_tail
+
+Rounding = Callable[[Tensor], Tensor]  # rows of a weight [rows, in] -> what rounding makes of them
+TAIL_TOKENS = 128  # of which logits are held at a time
+HEAD_TOKENS = 256  # on which a head's damage is measured
+STRIDE = 4  # of the tokens that pass, every so manieth is kept
+CHUNK = 1 << 21  # elements of a matrix outside the blocks that are rounded at a time
+
+
+@dataclass
+class Read:
+    """One tensor that linears read in one window: x [tokens, in], and by linear the gradients at its output [tokens, out]."""
+
+    x: Tensor
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def backward(
+    block: nn.Module, hidden: Tensor, call: Call, gradient: Tensor, names: Sequence[str]
+) -> tuple[Tensor, list[Read]]:
+    """One window back through a block: gradients at its output -> those at its input, and what ``names`` (linears) read on the way.
+
+    hidden, gradient: ``[1, tokens, hidden]`` on the block's device.
+    """
+    reads: dict[tuple[int, int], Read] = {}
+    alive: list[Tensor] = []  # a freed input's address could be reused by another one
+
+    def hook(name: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            x = args[0]
+            if not output.requires_grad:
+                return
+            key = x.data_ptr(), x._version
+            if key not in reads:
+                alive.append(x)
+                reads[key] = Read(_thinned(x))
+            read = reads[key]
+            output.register_hook(lambda g: read.gradients.__setitem__(name, _thinned(g)))
+
+        return after
+
+    handles = [block.get_submodule(name).register_forward_hook(hook(name)) for name in names]
+    try:
+        with torch.enable_grad(), exact_attention():
+            start = hidden.detach().requires_grad_(True)
+            out = forward_block(block, start, call)
+            (found,) = torch.autograd.grad(out, start, gradient)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found, list(reads.values())
+
+
+def _thinned(value: Tensor) -> Tensor:
+    return value.detach().flatten(0, -2)[::STRIDE].clone()
+
+
+@contextlib.contextmanager
+def exact_attention() -> Iterator[None]:
+    """Attention whose gradients do not depend on the order in which a GPU happens to add."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@torch.no_grad()
+def damage(
+    weights: Mapping[str, Tensor], reads: Sequence[Read], roundings: Sequence[Rounding], tokens: int
+) -> list[float]:
+    """For each rounding of these linears, changed together: nats of KL per token. tokens: how many positions were scored in all.
+
+    Raises UnsupportedModel if none of them was seen to run.
+    """
+    bundles: dict[tuple[str, ...], list[Read]] = {}
+    for read in reads:
+        mine = tuple(name for name in weights if name in read.gradients)
+        if mine:
+            bundles.setdefault(mine, []).append(read)
+    if not bundles:
+        raise UnsupportedModel(
+            f"{', '.join(weights)}: what rounding costs cannot be measured, no token passes through."
+        )
+    direct, rough = ([0.0] * len(roundings) for _ in range(2))
+    for names, bundle in bundles.items():
+        for i, rounding in enumerate(roundings):
+            changes = {name: rounding(weights[name]) - weights[name] for name in names}
+            for read in bundle:
+                moved = torch.zeros(len(read.x), dtype=torch.float64, device=read.x.device)
+                for name, change in changes.items():
+                    out, gradient = read.x @ change.t(), read.gradients[name]
+                    moved += (out * gradient).sum(-1)
+                    rough[i] += float((out.square().mean(-1) * gradient.square().sum(-1)).sum(dtype=torch.float64))
+                direct[i] += float(moved.square().sum())
+    return [total * STRIDE / (2 * tokens) for total in steadied(direct, rough)]
+
+
+def steadied(direct: Sequence[float], rough: Sequence[float]) -> list[float]:
+    """``rough`` times one factor, the geometric mean of ``direct / rough``."""
+    ratios = [math.log(d / r) for d, r in zip(direct, rough, strict=True) if d > 0 and r > 0]
+    factor = math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+    return [factor * one for one in rough]
+
+
+def tail_gradient(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor, draws: Tensor) -> Tensor:
+    """Gradients ``[1, tokens, hidden]`` of the log-probabilities of labels drawn from the model, at the last block's output.
+
+    ids, hidden: of one window. draws: uniform numbers ``[tokens]``, one per label.
+    """
+    found = []
+    parts = zip(ids.split(TAIL_TOKENS, 1), hidden.split(TAIL_TOKENS, 1), draws.split(TAIL_TOKENS), strict=True)
+    for some_ids, part, uniform in parts:
+        with torch.enable_grad():
+            start = part.detach().requires_grad_(True)
+            logits = forward_tail(model, blocks, some_ids, start)
+            push = -torch.softmax(logits.detach().float()[0], -1)
+            labels = torch.searchsorted(-push.double().cumsum(-1), uniform.to(push.device, torch.float64)[:, None])
+            push.scatter_add_(1, labels.clamp_(max=push.shape[-1] - 1), torch.ones_like(labels, dtype=push.dtype))
+            (gradient,) = torch.autograd.grad(logits, start, push[None].to(logits.dtype))
+        found.append(gradient)
+    return torch.cat(found, 1)
+
+
+@dataclass
+class HeadReads:
+    """What a head reads and what follows from it, on a few tokens. x: [tokens, hidden]; p: probabilities [tokens, vocabulary];
+    slope: of the logits in the head's output, elementwise (1 but for soft caps and factors), the same shape."""
+
+    x: Tensor
+    p: Tensor
+    slope: Tensor
+
+
+def head_reads(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor) -> HeadReads:
+    """ids ``[1, tokens]``, hidden: the last block's output there."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = head.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    found = []
+    try:
+        for some_ids, part in zip(ids.split(TAIL_TOKENS, 1), hidden.split(TAIL_TOKENS, 1), strict=True):
+            seen.clear()
+            with torch.enable_grad():
+                logits = forward_tail(model, blocks, some_ids, part.detach().requires_grad_(True))
+                x, out = seen[-1]
+                slope = torch.ones_like(logits) if out is logits else torch.autograd.grad(logits.sum(), out)[0]
+            found.append([one.detach().float().flatten(0, -2) for one in (x, torch.softmax(logits.float(), -1), slope)])
+    finally:
+        handle.remove()
+    return HeadReads(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+@torch.no_grad()
+def head_damage(weight: Tensor, reads: HeadReads, rounding: Rounding) -> float:
+    """Nats of KL per token for a rounded head ``[vocabulary, hidden]``, to second order: half the variance of the change of the logits
+    under the model's own probabilities. A few rows are rounded at a time."""
+    first, second = (torch.zeros(len(reads.x), dtype=torch.float64, device=reads.x.device) for _ in range(2))
+    start = 0
+    for rows in weight.split(max(1, CHUNK // weight.shape[1])):
+        rows = rows.to(reads.x.device)
+        there = slice(start, start + len(rows))
+        change = (reads.x @ (rounding(rows) - rows).t()) * reads.slope[:, there]
+        first += (reads.p[:, there] * change).sum(-1)
+        second += (reads.p[:, there] * change.square()).sum(-1)
+        start += len(rows)
+    return float((second - first.square()).clamp(min=0).mean() / 2)

@@ -1,0 +1,210 @@
+"""The pass that measures what each choice of bits would cost, before anything is quantized: forward through the original model, and
+back, with one block in memory at a time. States in front of every block wait on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate import sensitivity
+from quantkit.checkpoint.writer import disk
+from quantkit.convert.device import release_memory
+from quantkit.core import affine
+from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError, UnsupportedModel
+from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.stepper import Call, record, run_block, same_call
+
+WINDOWS, TOKENS = 8, 512  # of calibration text that are looked at
+STEPS = 4  # candidates in the search for ranges: a sixth of what quantizing tries
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Weights that get one scheme: fused siblings, or a matrix outside the blocks. members: module names of the skeleton.
+    kind: "linear", or one of ``targets.OUTSIDE``. options: what it may get, None for 16 bit."""
+
+    members: tuple[str, ...]
+    kind: str
+    options: tuple[Scheme | None, ...]
+
+
+Listener = Callable[[int, int], None]
+
+
+class Probe:
+    """The original model on a few windows. ids: int64 ``[windows, tokens]``."""
+
+    def __init__(
+        self, weights: Weights, blocks: Blocks, ids: Tensor, device: torch.device, folder: Path, seed: int, search: bool
+    ) -> None:
+        self.model: Any = weights.model
+        self.weights, self.blocks, self.device = weights, blocks, device
+        self.ids, self.file, self.search = ids[:WINDOWS, :TOKENS], folder / "probe.bin", search
+        self.draws = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(seed))
+
+    def measure(self, units: Sequence[Unit], listen: Listener) -> list[list[float]]:
+        """Nats of KL per token for each option of each unit, alone. Raises UnsupportedModel for a model that cannot be stepped."""
+        total = 2 * len(self.blocks)
+        with self._outside_loaded():
+            states, calls = self._embed()
+            try:
+                for index in range(len(self.blocks)):
+                    listen(index, total)
+                    self._forward(index, states, calls[index].to(self.device))
+                gradients, head = self._tail(states, any(unit.kind in ("head", "tied") for unit in units))
+                found: dict[tuple[str, ...], list[float]] = {}
+                for index in reversed(range(len(self.blocks))):
+                    listen(total - 1 - index, total)
+                    found |= self._back(index, gradients, calls[index].to(self.device), units)
+            finally:
+                self.file.unlink(missing_ok=True)
+            for unit in units:
+                if unit.kind != "linear":
+                    found[unit.members] = self._outside(unit, gradients, head)
+        return [found[unit.members] for unit in units]
+
+    @contextmanager
+    def _outside_loaded(self) -> Iterator[None]:
+        """Embeddings, norm and head on the device, as long as the probe runs."""
+        inside = f"{self.blocks.prefix}."
+        for name in self.weights.sources:
+            if not name.startswith(inside) and name not in self.weights.tied:
+                self.weights.load_parameter(name, self.device)
+        for twin, first in self.weights.tied.items():
+            owner = self.model.get_submodule(twin.rpartition(".")[0])
+            owner._parameters[twin.rpartition(".")[2]] = self.model.get_parameter(first)
+        for name, buffer in list(self.model.named_buffers()):
+            owner, _, local = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[local] = buffer.to(self.device)
+        try:
+            yield
+        finally:
+            self.weights.release("")
+            release_memory(self.device)
+
+    def _window(self, index: int) -> Tensor:
+        return self.ids[index : index + 1].to(self.device)
+
+    @torch.no_grad()
+    def _embed(self) -> tuple[list[Tensor], list[Call]]:
+        """States in front of the first block, ``[1, tokens, hidden]`` each, and the arguments of every block."""
+        states: list[Tensor] = []
+        calls: list[Call] = []
+        for index in range(len(self.ids)):
+            found = record(self.model, self.blocks, self._window(index))
+            states.append(found.hidden.clone())
+            calls = calls or found.calls
+            if not all(same_call(a, b) for a, b in zip(calls, found.calls, strict=True)):
+                raise UnsupportedModel(
+                    f"{self.weights.source.path}: the arguments of its blocks depend on the tokens, not only on their positions; "
+                    "stepping it block by block is not supported."
+                )
+        return states, calls
+
+    def _forward(self, index: int, states: list[Tensor], call: Call) -> None:
+        """Keep the states in front of a block, and replace them by those behind it."""
+        name = self.blocks.name(index)
+        with disk(self.file), open(self.file, "ab" if index else "wb") as file:  # not onto what a killed job left
+            for state in states:
+                state.cpu().numpy().tofile(file)
+        self.weights.load(name, self.device)
+        for window, state in enumerate(states):
+            states[window] = run_block(self.blocks.modules[index], state, call)
+        self.weights.release(name)
+        release_memory(self.device)
+
+    def _kept(self, index: int, window: int, like: Tensor) -> Tensor:
+        """What ``_forward`` kept of a window."""
+        found = torch.empty(like.shape)  # torch's own memory: products depend in their last bits on how it is aligned
+        with open(self.file, "rb") as file:
+            file.seek((index * len(self.ids) + window) * like.nbytes)
+            if file.readinto(found.numpy().data.cast("B")) != like.nbytes:
+                raise NumericsError(f"{self.file}: shorter than what was written to it. Another program changed it.")
+        return found.to(self.device)
+
+    def _tail(self, states: list[Tensor], head: bool) -> tuple[list[Tensor], sensitivity.HeadReads | None]:
+        """Gradients at the last block's output, and what the head reads on the last tokens of each window."""
+        gradients = [
+            sensitivity.tail_gradient(self.model, self.blocks, self._window(i), state, self.draws[i])
+            for i, state in enumerate(states)
+        ]
+        few = max(1, sensitivity.HEAD_TOKENS // len(states))
+        ids = self.ids[:, -few:].reshape(1, -1).to(self.device)
+        last = torch.cat([state[:, -few:] for state in states], 1)
+        return gradients, sensitivity.head_reads(self.model, self.blocks, ids, last) if head else None
+
+    def _back(
+        self, index: int, gradients: list[Tensor], call: Call, units: Sequence[Unit]
+    ) -> dict[tuple[str, ...], list[float]]:
+        """One block: its units' damage, and the gradients in front of it."""
+        prefix, block = self.blocks.name(index), self.blocks.modules[index]
+        mine = [unit for unit in units if unit.kind == "linear" and unit.members[0].startswith(f"{prefix}.")]
+        names = [member.removeprefix(f"{prefix}.") for unit in mine for member in unit.members]
+        self.weights.load(prefix, self.device)
+        reads: list[sensitivity.Read] = []
+        for window, gradient in enumerate(gradients):
+            state = self._kept(index, window, gradient)
+            gradients[window], more = sensitivity.backward(block, state, call, gradient, names)
+            reads += more
+        found = {}
+        for unit in mine:
+            weights = {
+                local: block.get_parameter(f"{local}.weight")
+                for local in (member.removeprefix(f"{prefix}.") for member in unit.members)
+            }
+            roundings = [self._rounding(scheme) for scheme in unit.options]
+            found[unit.members] = sensitivity.damage(weights, reads, roundings, self.ids.numel())
+        del reads
+        self.weights.release(prefix)
+        release_memory(self.device)
+        return found
+
+    def _rounding(self, scheme: Scheme | None) -> sensitivity.Rounding:
+        return partial(rounded, scheme=scheme, search=self.search)
+
+    @torch.no_grad()
+    def _outside(self, unit: Unit, gradients: Sequence[Tensor], head: sensitivity.HeadReads | None) -> list[float]:
+        """Head, embeddings, or the matrix that is both: the sum of what it does in each place."""
+        weight = self.model.get_parameter(f"{unit.members[0]}.weight")
+        found = [0.0] * len(unit.options)
+        if unit.kind in ("head", "tied"):
+            assert head is not None
+            found = [sensitivity.head_damage(weight, head, self._rounding(scheme)) for scheme in unit.options]
+        if unit.kind in ("embedding", "tied"):
+            more = self._embedding(weight, unit.options, gradients)
+            found = [one + other for one, other in zip(found, more, strict=True)]
+        return found
+
+    def _embedding(self, weight: Tensor, options: Sequence[Scheme | None], gradients: Sequence[Tensor]) -> list[float]:
+        """Rounds the rows that the windows look up, sees how the states in front of the first block change, and puts them back."""
+        rows = self.ids.unique().to(weight.device)
+        original = weight[rows].clone()
+        before = [record(self.model, self.blocks, self._window(i)).hidden.clone() for i in range(len(self.ids))]
+        direct, rough = ([0.0] * len(options) for _ in range(2))
+        for index, scheme in enumerate(options):
+            weight[rows] = rounded(original, scheme, self.search)
+            for i, (state, gradient) in enumerate(zip(before, gradients, strict=True)):
+                moved = record(self.model, self.blocks, self._window(i)).hidden - state
+                direct[index] += float((moved * gradient).sum(-1).square().sum(dtype=torch.float64))
+                square = moved.square().mean(-1) * gradient.square().sum(-1)
+                rough[index] += float(square.sum(dtype=torch.float64))
+        weight[rows] = original
+        return [total / (2 * self.ids.numel()) for total in sensitivity.steadied(direct, rough)]
+
+
+@torch.no_grad()
+def rounded(weight: Tensor, scheme: Scheme | None, search: bool) -> Tensor:
+    """Rows of a weight [rows, in] as rounding leaves them, ranges searched in few steps; None leaves them as they are."""
+    if scheme is None:
+        return weight
+    find = partial(affine.searched_params, steps=STEPS) if search else affine.minmax_params
+    scale, zeros = find(weight, scheme)
+    return affine.dequantize(affine.quantize(weight, scale, zeros, scheme), scale, zeros, scheme)

@@ -1,0 +1,49 @@
+"""The choice of bits within a size, made before the first block: measure, choose, and put the schemes into the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quantkit.algorithms.allocate import Choices, Option
+from quantkit.convert.allocated import summary
+from quantkit.convert.allocation import chosen_targets
+from quantkit.convert.plan import Plan, unquantized
+from quantkit.convert.probe import TOKENS, WINDOWS, Probe
+from quantkit.convert.resume import Work
+
+
+def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
+    """Give every weight of a plan with a target its scheme. What was measured is kept in the work folder: a resumed job chooses the same.
+
+    Raises what ``Probe.measure`` raises, NumericsError for a damage that is not finite.
+    """
+    allocation, windows = plan.allocation, plan.windows or plan.probe
+    if allocation is None or work.finished is not None:
+        return
+    assert windows is not None
+    damage = work.measured()
+    if damage is None:
+        probe = Probe(
+            plan.weights,
+            plan.blocks,
+            windows.ids,
+            plan.device,
+            work.folder,
+            plan.options.seed,
+            plan.options.scales != "minmax",
+        )
+        damage = probe.measure(allocation.units, listen)
+        work.keep_measured(damage)
+    choices = Choices(
+        [
+            [Option(cost, kl) for cost, kl in zip(costs, found, strict=True)]
+            for costs, found in zip(allocation.costs, damage, strict=True)
+        ]
+    )
+    taken = choices.within(allocation.budget - allocation.fixed)
+    schemes = [unit.options[i] for unit, i in zip(allocation.units, taken, strict=True)]
+    used = windows.ids[:WINDOWS, :TOKENS]
+    measured_on = {"text": windows.name, "windows": used.shape[0], "tokens": used.shape[1]}
+    plan.allocated = summary(allocation, choices, damage, taken, plan.targets, measured_on)
+    plan.targets = chosen_targets(plan.targets, allocation.units, schemes)
+    plan.plain, plan.split = unquantized(plan.weights, plan.targets, plan.rewritten)

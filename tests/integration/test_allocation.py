@@ -1,0 +1,192 @@
+"""--target-bpw and --target-size through the whole path: measured, chosen, written, counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantkit as qk
+from quantkit.checkpoint.source import open_source
+from quantkit.convert import settle
+from quantkit.convert.probe import Probe
+from quantkit.convert.rules import fused_groups
+from quantkit.core.qtensor import QuantTensor
+from quantkit.errors import RequestError
+from quantkit.evaluate.sizes import measure_sizes, stored_bytes
+from quantkit.formats.reader import QuantizedReader
+
+SMALL: dict[str, Any] = dict(samples=4, seq_len=32)
+
+
+def convert(source: Path, out: Path, text: Path, **options: Any) -> Any:
+    return qk.convert(source, out=out, calibration=str(text), **{**SMALL, **options})
+
+
+def schemes(folder: Path) -> dict[str, str]:
+    reader = QuantizedReader(open_source(folder))
+    found = {name: reader.module(name) for name in reader.modules}
+    return {name: q.scheme.describe() for name, q in found.items() if isinstance(q, QuantTensor)}
+
+
+CASES = [
+    dict(method="rtn", format="native", target_bpw=4.25),
+    dict(method="gptq", format="native", target_bpw=6.5, symmetric=True),
+    dict(method="awq", format="native", target_bpw=3.3, kv_bits=4, seq_len=96, samples=2),
+    dict(method="gptq", format="compressed-tensors", target_bpw=9.5),
+    dict(method="rtn", format="gptq", target_bpw=8.5, group_size=32, symmetric=True),
+    dict(method="rtn", format="native", target_size="70KB"),
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda o: f"{o['method']}-{o['format']}-{o.get('target_bpw', 'size')}")
+def test_what_is_written_is_what_was_counted_and_just_within_the_target(
+    options: dict[str, Any], tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    report = convert(tiny_original, tmp_path / "out", calibration_text, **options)
+    source, found = open_source(tmp_path / "out"), report.allocation
+    assert stored_bytes(source) == found["bytes"] <= found["budget_bytes"]
+    assert measure_sizes(source).model_bits_per_weight == pytest.approx(found["model_bits_per_weight"], abs=1e-5)
+    if "target_bpw" in options:
+        assert 0.97 * options["target_bpw"] < found["model_bits_per_weight"] <= options["target_bpw"]
+    else:
+        assert 68_000 < found["bytes"] <= 70_000
+    written = schemes(tmp_path / "out")
+    for row in found["groups"]:
+        assert {written.get(name, "16 bit") for name in row["names"]} == {row["scheme"]}
+    shared: dict[tuple[str, str], set[str]] = {}
+    for name, scheme in written.items():
+        for group in fused_groups(name):
+            shared.setdefault(group, set()).add(scheme)
+    assert len(shared) == 6
+    assert all(len(one) == 1 for one in shared.values())
+    assert json.loads((tmp_path / "out" / "quantkit.json").read_text())["allocation"] == found
+    assert report.to_json()["allocation"] == found
+    assert "<- chosen" in report.table()
+
+
+def test_the_curve_falls_and_holds_what_was_chosen(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
+    report = convert(tiny_original, tmp_path / "out", calibration_text, method="rtn", format="native", target_bpw=4.25)
+    curve = [(row["model_bits_per_weight"], row["predicted_kl"]) for row in report.allocation["curve"]]
+    chosen = (report.allocation["model_bits_per_weight"], report.allocation["predicted_kl"])
+    assert curve == sorted(curve, key=lambda point: (point[0], -point[1]))
+    kl = [cost for _, cost in curve]
+    assert kl == sorted(kl, reverse=True)
+    assert all(cost >= chosen[1] for bits, cost in curve if bits <= chosen[0])
+    assert all(cost <= chosen[1] for bits, cost in curve if bits >= chosen[0])
+
+
+def test_rules_win_and_the_rest_is_allocated(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
+    rules = ["layers.0.mlp.down_proj=bits:8,group:32,sym", "layers.1.*=keep", "*.embed_tokens=bits:5,group:64"]
+    report = convert(
+        tiny_original, tmp_path / "out", calibration_text, method="rtn", format="native", target_bpw=8, rules=rules
+    )
+    written = schemes(tmp_path / "out")
+    assert written["model.layers.0.mlp.down_proj"] == "W8 g32 sym"
+    assert written["model.embed_tokens"] == "W5 g64 asym"
+    assert not [name for name in written if ".layers.1." in name]
+    named = {name for row in report.allocation["groups"] for name in row["names"]}
+    assert len(named) == 13
+    assert not named & {"model.layers.0.mlp.down_proj", "model.embed_tokens"}
+    assert (
+        stored_bytes(open_source(tmp_path / "out"))
+        == report.allocation["bytes"]
+        <= 8 * report.allocation["parameters"] / 8
+    )
+
+
+def test_a_stopped_job_chooses_the_same_without_measuring_again(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = dict(method="gptq", format="native", target_bpw=4.25)
+    convert(tiny_original, tmp_path / "whole", calibration_text, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(settle, "chosen_targets", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(tiny_original, tmp_path / "out", calibration_text, **options)
+    assert not list((tmp_path / ".out.work").glob("probe*"))
+    monkeypatch.setattr(Probe, "measure", lambda *rest: pytest.fail("measured again"))
+    convert(tiny_original, tmp_path / "out", calibration_text, resume=True, **options)
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(target_bpw=1.5, format="native"), r"--target-bpw 1\.5: the least that is possible here is 2\.\d{3} bits"),
+        (dict(target_bpw=17, format="native"), r"--target-bpw 17: the most that is possible here is \d+\.\d{3} bits"),
+        (dict(target_bpw=4.25), r"least that is possible here is [67]\.\d{3} bits per weight \(\d+ bytes\)"),
+        (dict(target_bpw=4.25, format="awq"), r"awq holds one width for the whole model"),
+        (dict(target_bpw=4.25, bits=4, format="native"), r"--bits has no effect: --target-bpw 4\.25 chooses the bits"),
+        (dict(target_bpw=4.25, target_size="3GB"), "say the same in two ways"),
+        (dict(target_size="3 lots"), r"--target-size 3 lots: a size such as 3\.5GB"),
+        (dict(target_bpw=4.25, activations="int8"), "there is nothing to choose"),
+        (dict(group_size="auto"), "only --target-bpw and --target-size choose group sizes"),
+        (dict(target_bpw=9, rules=["*.q_proj=bits:4"]), "a rule takes some of the linears that engines run with it"),
+        (
+            dict(target_bpw=9, method="rtn", format="native", rules=["*=bits:4", "*.embed_tokens=keep"]),
+            "nothing is left to choose",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    options: dict[str, Any], words: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        convert(tiny_original, tmp_path / "out", calibration_text, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_least_and_the_most_can_be_asked_for(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
+    import re
+
+    for asked in (1.0, 17.0):
+        with pytest.raises(RequestError, match="is possible here") as refused:
+            convert(
+                tiny_original,
+                tmp_path / f"no-{asked}",
+                calibration_text,
+                method="rtn",
+                format="native",
+                target_bpw=asked,
+            )
+        bits = float(re.findall(r"here is ([0-9.]+) bits", str(refused.value))[0])
+        report = convert(
+            tiny_original,
+            tmp_path / "out",
+            calibration_text,
+            method="rtn",
+            format="native",
+            target_bpw=bits,
+            overwrite=True,
+        )
+        assert report.allocation["model_bits_per_weight"] == pytest.approx(bits, abs=0.15)
+
+
+def test_a_dry_run_says_what_it_would_measure(
+    quantkit: Callable[..., Any], tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    common = (
+        "convert",
+        tiny_original,
+        "--out",
+        tmp_path / "out",
+        "--calibration",
+        calibration_text,
+        "--samples",
+        2,
+        "--seq-len",
+        32,
+    )
+    done = quantkit(*common, "--target-bpw", "4.25", "--format", "native", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "--target-bpw 4.25: " in done.stdout
+    assert "measures  13 groups of weights" in done.stdout
+    assert "to be chosen" in done.stdout
+    refused = quantkit(*common, "--target-bpw", "4.25", "--bits", "4", "--format", "native")
+    assert refused.returncode == 2
+    assert "--bits has no effect" in refused.stderr
