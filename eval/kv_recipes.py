@@ -317,7 +317,10 @@ def main() -> None:
     record = {"model": given.model, "context": given.context, "windows": given.windows, "data": given.data}
     record |= {"positions": POSITIONS, "versions": versions(), "hardware": hardware()}
     held = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
-    rows = held.get("rows", {}) if all(held.get(key) == record[key] for key in record) else {}  # --only adds to them
+    asked = ("model", "context", "windows", "data", "positions")
+    if held and any(held.get(key) != record[key] for key in asked):
+        raise SystemExit(f"{given.out} holds rows of another measurement: name another --out")
+    record, rows = {**record, **held}, held.get("rows", {})  # --only adds to them
     for name, recipe in RECIPES.items():
         if not fnmatch.fnmatch(name, given.only):
             continue

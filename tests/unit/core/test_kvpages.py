@@ -73,6 +73,18 @@ def test_the_search_is_never_worse_than_the_full_range() -> None:
         assert float(searched.sum()) < 0.9 * float(full.sum())
 
 
+def test_a_search_in_parts_finds_the_same_and_one_bad_group_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(3)) ** 3
+    whole = kvpages.choose_range(x, 2, True)
+    x[1, 2, 5], x[2, 3, 5] = torch.inf, torch.nan
+    monkeypatch.setattr(kvpages, "SEARCHED_AT_ONCE", 1)  # a group at a time
+    parts = kvpages.choose_range(x, 2, True)
+    good = x.isfinite().all(-1)
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one[good], other[good])
+    assert float(parts[0][1, 2]) == kvpages.LARGEST, "the full range, as far as float16 goes"
+
+
 def test_tokens_kept_elsewhere_do_not_widen_the_range_of_keys() -> None:
     x = torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(1))
     x[:, :4] *= 100
