@@ -21,9 +21,9 @@ class Solution:
 
 
 Scales = Literal["minmax", "search"]
-METHODS = ("gptq", "awq", "smooth", "rtn")  # what convert offers; calibrated ones first
-CALIBRATED = ("gptq", "awq", "smooth")
-FOLDING = ("awq", "smooth")  # they scale channels before rounding: norms and biases change too
+METHODS = ("gptq", "awq", "tune", "smooth", "rtn")  # what convert offers; calibrated ones first
+CALIBRATED = ("gptq", "awq", "tune", "smooth")
+FOLDING = ("awq", "tune", "smooth")  # they scale channels before rounding: norms and biases change too
 # They compare with what the original model would have: convert keeps its states beside the quantized ones.
-PAIRED: tuple[str, ...] = ()
-LATER = ("hqq", "tune", "autoround", "kquant")
+PAIRED: tuple[str, ...] = ("tune",)
+LATER = ("hqq", "autoround", "kquant")

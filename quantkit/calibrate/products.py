@@ -99,7 +99,9 @@ class _Linears(TorchFunctionMode):
 
 
 def _linear(mode: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """None where the plain product should run: other dtypes, few rows."""
+    """None where the plain product should run: other dtypes, few rows, gradients (rounding to parts has none)."""
+    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+        return None
     rows = input.numel() // max(input.shape[-1], 1)
     if input.dtype != torch.float32 or weight.dtype != torch.float32 or weight.dim() != 2 or rows < FEW:
         return None

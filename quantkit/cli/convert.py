@@ -129,6 +129,13 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     show_default=True,
     help="gptq, awq: share of the Hessian's mean diagonal that is added to it.",
 )
+@click.option(
+    "--tune-steps",
+    type=int,
+    default=60,
+    show_default=True,
+    help="tune: steps of learning per block; time grows with them.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Which windows of the text are drawn.")
 @click.option("--strict-groups", is_flag=True, help="Refuse a group size that does not divide, instead of adapting it.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model folder.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
@@ -16,6 +17,7 @@ from quantkit.algorithms.kv import LayerRanges
 from quantkit.algorithms.rtn import rtn
 from quantkit.convert.plan import Plan, Target
 from quantkit.convert.report import LayerReport
+from quantkit.convert.tuning import Lesson, tune_block
 from quantkit.convert.verify import decision_sha256
 from quantkit.core.activations import round_input
 from quantkit.core.affine import SMALLEST_SCALE
@@ -51,16 +53,46 @@ class BlockResult:
     kv: dict[str, LayerRanges] = field(default_factory=dict)  # by attention module
     notes: list[str] = field(default_factory=list)  # end in the report, the JSON and the manifest
     folds: dict[str, dict[str, bool]] = field(default_factory=dict)  # block -> kind of producer -> can be scaled
+    # block -> before, after: the relative squared error of its output on text held back; step: of learning that was the best
+    tuning: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass
+class _Solved:
+    """One linear (its name inside the block) and what was decided for it."""
+
+    name: str
+    target: Target
+    linear: nn.Linear
+    quantized: QuantTensor
+    group: InputGroup
+    solution: Solution
 
 
 def quantize_block(
-    plan: Plan, prefix: str, block: nn.Module, groups: Sequence[InputGroup], result: BlockResult
+    plan: Plan,
+    prefix: str,
+    block: nn.Module,
+    groups: Sequence[InputGroup],
+    result: BlockResult,
+    lesson: Lesson | None = None,
 ) -> None:
     """Quantize the linears of ``block`` (called ``prefix`` in the model) that the plan names, and fill ``result``.
 
     The block's weights are replaced by what an engine will compute with, and inputs are rounded where it rounds them. Linears of one group and one scheme are solved
-    together; each scheme of a group is solved on the same Hessian.
+    together; each scheme of a group is solved on the same Hessian. lesson: all of them learn together then.
     """
+    solved: Iterable[_Solved] = _solve_groups(plan, prefix, block, groups, result)
+    if lesson is not None:
+        solved = _learn(plan, prefix, block, list(solved), lesson, result)
+    for one in solved:
+        _settle(plan, one, result)
+
+
+def _solve_groups(
+    plan: Plan, prefix: str, block: nn.Module, groups: Sequence[InputGroup], result: BlockResult
+) -> Iterator[_Solved]:
+    """Every linear to quantize; one group's results are there at a time."""
     for group in groups:
         by_scheme: dict[Scheme, list[str]] = {}
         for name in group.names:
@@ -68,12 +100,12 @@ def quantize_block(
             if target is not None:
                 by_scheme.setdefault(target.scheme, []).append(name)
         for scheme, names in by_scheme.items():
-            _quantize(plan, prefix, block, names, scheme, group, result)
+            yield from _solve_stack(plan, prefix, block, names, scheme, group, result)
 
 
-def _quantize(
+def _solve_stack(
     plan: Plan, prefix: str, block: nn.Module, names: list[str], scheme: Scheme, group: InputGroup, result: BlockResult
-) -> None:
+) -> list[_Solved]:
     """Linears with one input and one scheme, stacked along their rows."""
     targets = [plan.targets[f"{prefix}.{name}"] for name in names]
     linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
@@ -86,14 +118,34 @@ def _quantize(
             f"{', '.join(t.name for t in targets)}: damping raised from {plan.options.damping:g} to {solution.damping:g}, "
             "the Hessian could not be factorised with less"
         )
-    for target, linear, q in zip(targets, linears, _rows(solution.quantized, targets), strict=True):
-        dequantized = q.dequantize()
-        result.layers.append(_report(target, linear.weight, q, dequantized, group, solution))
-        result.parts.update({f"{target.name}.{part}": value.cpu() for part, value in plan.format.encode(q).items()})
-        result.decisions[target.name] = decision_sha256(q.to("cpu"))
-        linear.weight = nn.Parameter(dequantized, requires_grad=False)
-        if scheme.activations is not None:
-            linear.register_forward_pre_hook(round_input)
+    rows = _rows(solution.quantized, targets)
+    return [_Solved(*each, group, solution) for each in zip(names, targets, linears, rows, strict=True)]
+
+
+def _learn(
+    plan: Plan, prefix: str, block: nn.Module, solved: list[_Solved], lesson: Lesson, result: BlockResult
+) -> list[_Solved]:
+    """All linears of the block together: codes and scales from what was solved for each."""
+    if not solved:
+        return solved
+    tuned = tune_block(plan.options, block, {one.name: one.quantized for one in solved}, lesson)
+    if tuned.trouble is not None:
+        result.notes.append(f"{prefix}: not tuned, {tuned.trouble}" if not tuned.step else f"{prefix}: {tuned.trouble}")
+    if math.isfinite(tuned.before):
+        result.tuning[prefix] = {"before": tuned.before, "after": tuned.after, "step": tuned.step}
+    return [replace(one, quantized=tuned.quantized[one.name]) for one in solved]
+
+
+def _settle(plan: Plan, one: _Solved, result: BlockResult) -> None:
+    """Report and encode what was decided; the linear computes with it from now on."""
+    target, linear, q = one.target, one.linear, one.quantized
+    dequantized = q.dequantize()
+    result.layers.append(_report(target, linear.weight, q, dequantized, one.group, one.solution))
+    result.parts.update({f"{target.name}.{part}": value.cpu() for part, value in plan.format.encode(q).items()})
+    result.decisions[target.name] = decision_sha256(q.to("cpu"))
+    linear.weight = nn.Parameter(dequantized, requires_grad=False)
+    if q.scheme.activations is not None:
+        linear.register_forward_pre_hook(round_input)
 
 
 def _solve(plan: Plan, weight: Tensor, scheme: Scheme, group: InputGroup) -> Solution:
@@ -101,7 +153,7 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, group: InputGroup) -> Sol
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
         return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales), _columns(weight.device))
-    if o.method == "awq" and hessian is not None:
+    if o.method in ("awq", "tune") and hessian is not None:
         return awq(weight, hessian, scheme, scales, o.damping)
     if o.method in CALIBRATED and o.method != "smooth":
         return replace(rtn(weight, scheme, scales), fallback="rounded: no calibration token reached this layer")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -14,10 +16,19 @@ from quantkit.model.stepper import Call, record, same_call
 SHORT = 8  # tokens that show who reads whose output
 
 
+class Embedded(NamedTuple):
+    """Hidden states in front of a block, in batches; every block's arguments for a batch, for ``SHORT`` tokens and for one window."""
+
+    states: list[Tensor]
+    calls: list[Call]
+    short: list[Call]
+    single: list[Call]
+
+
 def embed(
     model: nn.Module, blocks: Blocks, weights: Weights, ids: Tensor, device: torch.device, stored: list[Tensor] | None
-) -> tuple[list[Tensor], list[Call], list[Call]]:
-    """Hidden states in front of block 0, in batches; every block's arguments for a batch, and for ``SHORT`` tokens.
+) -> Embedded:
+    """Hidden states in front of block 0, and the arguments of all blocks.
 
     With ``stored`` states only the arguments are found out. Raises UnsupportedModel if the arguments depend on the tokens.
     """
@@ -38,10 +49,10 @@ def embed(
                 f"{weights.source.path}: the arguments of its blocks depend on the tokens, not only on their positions; "
                 "stepping it block by block is not supported."
             )
-    short = record(model, blocks, ids[:1, :SHORT]).calls
+    short, single = (record(model, blocks, few).calls for few in (ids[:1, :SHORT], ids[:1]))
     for name in names:
         weights.release(name.rpartition(".")[0])
-    return states, calls, short
+    return Embedded(states, calls, short, single)
 
 
 def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from quantkit.algorithms.tune import COPIES
 from quantkit.calibrate.transfer import ON_DEVICE
 from quantkit.core.affine import SEARCH_ELEMENTS_GPU
 from quantkit.core.host import current_rss, peak_rss
@@ -62,6 +63,7 @@ class Sizes:
     packed_model: int = 0  # of the written model, loaded to run it
     fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
     kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
+    tuned: int = 0  # weights that learn together, of the largest block
     paired: bool = False  # the original model's states and activations are kept beside the quantized ones
     measuring: int = 0  # bytes that finding out what each choice of bits costs takes; 0 if nothing is chosen
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
@@ -79,6 +81,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     embed:  the embedding is read (stored copy + its finite mask + float32), then the states fill
     block:  states + a block in float32 + one Hessian per input in float64 + one batch of activations
     solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
+    tune:   states + block + Hessians + copies of its linears while they learn, and one window's activations and their gradients
     fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
     self:   the whole model with its cache, before anything else
     measure: what each choice of bits does: head and embeddings, states and gradients of its few windows, a block or a part of the logits
@@ -107,6 +110,8 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
         phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
         inner = 0 if away else batch * (sizes.inner + sizes.paired * sum(sizes.widths)) * f32
         phases["block"] = states + read_block + hessians + inner + sizes.kv_sample_bytes
+    if sizes.tuned and not away:
+        phases["tune"] = states + read_block + hessians + _learning(sizes)
     if sizes.fold and not away:
         phases["fold"] = states + read_block + hessians + sizes.fold
     if away:  # codes, and what is packed of them
@@ -134,7 +139,7 @@ def predict_device(sizes: Sizes) -> int:
     solve:   the stacked weights, and the factorisation in float64 (three matrices and its workspace), or the search for
              ranges on a part of them, or what is left to round, its codes and its errors
     report:  the Hessian in float64, and a part of one weight three times
-    fold:    as on a CPU
+    fold, tune: as on a CPU
     self:    the whole model with its cache
     """
     f32, f64 = 4, 8
@@ -154,10 +159,15 @@ def predict_device(sizes: Sizes) -> int:
         "report": square * f64 + 2 * sizes.largest_parameter * f32 + 4 * min(sizes.largest_parameter, 1 << 24) * f64,
         "fold": sizes.fold,
         "measure": sizes.measuring - base,
+        "tune": _learning(sizes),
         "self": sizes.whole // 2 - base,  # in bfloat16
         "outside": 12 * CHUNK * f32 - base if sizes.outside_bytes else 0,
     }
     return base + max(phases.values())
+
+
+def _learning(sizes: Sizes) -> int:
+    return 4 * (COPIES * sizes.tuned + 4 * sizes.seq_len * sizes.inner) if sizes.tuned else 0
 
 
 def _pinned(total: int, batch: int) -> int:

@@ -55,6 +55,7 @@ class ConvertOptions:
     samples: int = 128
     seq_len: int = 1024
     damping: float = 0.01
+    tune_steps: int = 60  # of learning, per block: --method tune
     seed: int = 0
     strict_groups: bool = False
     overwrite: bool = False
@@ -97,6 +98,12 @@ class ConvertOptions:
             raise RequestError(
                 f"--samples {self.samples} --seq-len {self.seq_len}: at least 1 window of 2 tokens is needed."
             )
+        if self.method == "tune" and self.activations is not None:
+            raise RequestError(
+                "--method tune learns with 16-bit activations; --activations int8 goes with --method smooth, gptq, awq or rtn."
+            )
+        if not 1 <= self.tune_steps <= 100_000:
+            raise RequestError(f"--tune-steps {self.tune_steps}: a whole number from 1 to 100000.")
         if not 0 < self.damping <= 1:
             raise RequestError(
                 f"--damping {self.damping}: a share of the Hessian's mean diagonal, above 0 and at most 1."
@@ -176,6 +183,8 @@ class ConvertOptions:
             "work_dir",
         ):
             data.pop(key)
+        if self.method != "tune":
+            data.pop("tune_steps")
         if not (self.needs_data or self.allocates):
             for key in ("samples", "seq_len"):
                 data.pop(key)
@@ -243,8 +252,10 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
     given: the names that were written out, whatever their values. Raises RequestError that names all of them.
     """
     useless: dict[str, str] = {}
-    if options.method == "awq" and options.scales == "minmax":
-        useless["damping"] = "--method awq --scales minmax takes no ranges from statistics"
+    if options.method in ("awq", "tune") and options.scales == "minmax":
+        useless["damping"] = f"--method {options.method} --scales minmax takes no ranges from statistics"
+    if options.method != "tune":
+        useless["tune_steps"] = f"--method {options.method} does not learn"
     if options.method not in algorithms.CALIBRATED:
         useless["damping"] = f"--method {options.method} uses no statistics"
     if options.method == "smooth":

@@ -129,6 +129,11 @@ def make_plan(options: ConvertOptions) -> Plan:
     allocation = plan_allocation(options, form, weights, chosen, fixed)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
+    if options.method == "tune" and any(expert_linears(block) for block in blocks.modules):
+        problems.append(
+            "--method tune: the tokens that reach an expert change while a block learns; mixtures of experts are not tuned. "
+            "Use --method awq or gptq."
+        )
     if windows is not None and options.method != "rtn":
         warnings += few_tokens(windows.ids.numel(), blocks)
     rounded = (
@@ -328,12 +333,17 @@ def _sizes(
         packed_model=packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
         kernels=kernel_bytes(),
         calibrated=windows is not None,
+        tuned=max(_linear_weights(block) for block in blocks.modules) if options.method == "tune" else 0,
         paired=options.paired and windows is not None,
         fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
         outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
         kv_sample_bytes=kv_sample_bytes(config, options),
     )
+
+
+def _linear_weights(block: nn.Module) -> int:
+    return sum(linear.weight.numel() for linear in block_linears(block).values())
 
 
 def _fold_bytes(linears: Mapping[str, nn.Linear], experts: Mapping[str, tuple[str, int]]) -> int:

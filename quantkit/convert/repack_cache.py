@@ -99,7 +99,7 @@ def calibrate_cache(plan: CachePlan, source: Source, listen: Callable[[str, int,
     weights, _ = dense_weights(plan.model, source, torch.float32)
     found: dict[str, LayerRanges] = {}
     with working_on(device, choose_products(plan.options.products, device)):
-        states, calls, _ = embed(plan.model, blocks, weights, plan.windows.ids, device, None)
+        states, calls, *_ = embed(plan.model, blocks, weights, plan.windows.ids, device, None)
         for index, block in enumerate(blocks.modules):
             listen("blocks", index, len(blocks))
             weights.load(blocks.name(index), device)

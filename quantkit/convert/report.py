@@ -70,6 +70,7 @@ class ConvertReport:
     repacked_from: str | None = None  # the source's format, when nothing was quantized
     notes: list[str] = field(default_factory=list)  # what happened on the way, see BlockResult
     allocation: dict[str, Any] | None = None  # of bits chosen within a size, see convert.settle.Settled.summary
+    tuning: dict[str, dict[str, float]] = field(default_factory=dict)  # by block, see BlockResult
     cache: dict[str, Any] | None = None  # of a quantized KV cache, see convert.cache.summary
 
     @property
@@ -92,14 +93,20 @@ class ConvertReport:
             "kv_bits": self.kv_bits,
             "cache": self.cache,
             "allocation": self.allocation,
+            "tuning": self.tuning,
             "layers": layers,
         }
+
+    def learned(self) -> dict[str, Any]:
+        """``tuning`` for JSON, if the method learns."""
+        return {"tuning": self.tuning} if self.tuning else {}
 
     def restore(self, stored: dict[str, Any]) -> None:
         """Undo ``to_store``."""
         self.verified_tensors, self.sample, self.notes = stored["verified_tensors"], stored["sample"], stored["notes"]
         self.kv_bits, self.cache = stored["kv_bits"], stored["cache"]
         self.allocation = stored["allocation"]
+        self.tuning = stored["tuning"]
         self.layers = [LayerReport(**layer) for layer in stored["layers"]]
 
     def to_json(self) -> dict[str, Any]:
@@ -125,6 +132,7 @@ class ConvertReport:
             "engines": [verdict.to_json() for verdict in self.engines],
             "warnings": self.warnings,
             "notes": self.notes,
+            **self.learned(),
             "layers": [layer.to_json() for layer in self.layers],
         }
 
@@ -152,6 +160,13 @@ class ConvertReport:
             )
         if self.allocation is not None:
             lines += allocation_lines(self.allocation)
+        if self.tuning:
+            ends = [sum(one[key] for one in self.tuning.values()) / len(self.tuning) for key in ("before", "after")]
+            kept = sum(not one["step"] for one in self.tuning.values())
+            lines.append(
+                f"  learned   squared error of a block's output on text held back {ends[0]:.3g} -> {ends[1]:.3g} of its size on average"
+                + (f"; {kept} of {len(self.tuning)} blocks stay as they started" if kept else "")
+            )
         if self.cache is not None:
             lines += summary_lines(self.cache)
         lines += self._trouble()

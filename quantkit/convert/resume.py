@@ -240,13 +240,20 @@ def _short(value: Any) -> str:
 def _facts(result: BlockResult) -> dict[str, Any]:
     kv = {name: to_record(ranges) for name, ranges in result.kv.items()}
     layers = [asdict(layer) for layer in result.layers]
-    return {"decisions": result.decisions, "layers": layers, "kv": kv, "notes": result.notes, "folds": result.folds}
+    return {
+        "decisions": result.decisions,
+        "layers": layers,
+        "kv": kv,
+        "notes": result.notes,
+        "folds": result.folds,
+        "tuning": result.tuning,
+    }
 
 
 def _result(facts: dict[str, Any]) -> BlockResult:
     kv = {name: from_record(one) for name, one in facts["kv"].items()}
     layers = [LayerReport(**layer) for layer in facts["layers"]]
-    return BlockResult({}, facts["decisions"], layers, kv, facts["notes"], facts["folds"])
+    return BlockResult({}, facts["decisions"], layers, kv, facts["notes"], facts["folds"], facts["tuning"])
 
 
 def _lock(folder: Path) -> int:

@@ -23,7 +23,7 @@ from quantkit.convert import selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.cache import engine_scales, summary
 from quantkit.convert.device import peak_device_bytes, release_memory, working_on
-from quantkit.convert.embed import SHORT, embed
+from quantkit.convert.embed import SHORT, Embedded, embed
 from quantkit.convert.fold import fold_block, missing_folds, probe
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import casts_scales, lint_plan
@@ -40,6 +40,7 @@ from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
 from quantkit.convert.sample import generate_sample
 from quantkit.convert.settle import settle
+from quantkit.convert.tuning import Lesson
 from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
 from quantkit.core.kvscheme import KVPlan
@@ -168,14 +169,15 @@ class _Conversion:
             self.report.restore(self.work.finished)
             return self.report
         plan = self.plan
-        first, states, exact, calls, short_calls = self._begin()
+        first, begun, exact = self._begin()
+        states = begun.states
         for index in range(first, len(plan.blocks)):
             name, block = plan.blocks.name(index), plan.blocks.modules[index]
             self.listen(Progress("blocks", index, len(plan.blocks), self._last_error()))
             plan.weights.load(name, plan.device)
             result = BlockResult()
             if states:
-                call, short = calls[index].to(plan.device), short_calls[index].to(plan.device)
+                call, short = begun.calls[index].to(plan.device), begun.short[index].to(plan.device)
                 few = probe(states, SHORT).to(plan.device)
                 names = input_groups(block, few, short)
                 groups = self._observe(index, block, names, states, exact, call, result)
@@ -184,7 +186,10 @@ class _Conversion:
                     self._observe_kv(index, block, states, call, result)
             else:
                 groups = [InputGroup((linear,)) for linear in block_linears(block)]
-            quantize_block(plan, name, block, groups, result)
+            lesson = (
+                Lesson(states, exact, begun.single[index].to(plan.device)) if plan.options.method == "tune" else None
+            )
+            quantize_block(plan, name, block, groups, result, lesson)
             del groups
             self.work.record(f"block-{index:04d}", result)
             self._collect(result)
@@ -198,8 +203,8 @@ class _Conversion:
         self._finish()
         return self.report
 
-    def _begin(self) -> tuple[int, list[Tensor], list[Tensor], list[Call], list[Call]]:
-        """The first block to do, and the states in front of it, also those that the original model has there, if the method wants them. A resumed job takes up its last whole states; blocks that
+    def _begin(self) -> tuple[int, Embedded, list[Tensor]]:
+        """The first block to do, the states in front of it, and those that the original model has there, if the method wants them. A resumed job takes up its last whole states; blocks that
         were recorded after those are done again, with the same result."""
         total, recorded = len(self.plan.blocks), 0
         results: list[BlockResult] = []
@@ -213,14 +218,16 @@ class _Conversion:
         for result in results[:first]:
             self._collect(result)
         if plan.windows is None or first == total:
-            return first, [], [], [], []
-        found, calls, short = embed(plan.model, plan.blocks, plan.weights, plan.windows.ids, plan.device, states)
+            return first, Embedded([], [], [], []), []
+        found = embed(plan.model, plan.blocks, plan.weights, plan.windows.ids, plan.device, states)
         if not plan.options.paired:
-            return first, found, [], calls, short
+            return first, found, []
         if states is None:
-            return first, found, [hold(state.clone(), plan.device) for state in found], calls, short
-        half = len(found) // 2  # as they were kept: first the quantized ones
-        return first, found[:half], found[half:], calls, short
+            return first, found, [hold(state.clone(), plan.device) for state in found.states]
+        half = len(found.states) // 2  # as they were kept: first the quantized ones
+        exact = found.states[half:]
+        del found.states[half:]
+        return first, found, exact
 
     def _finish(self) -> None:
         """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
@@ -260,6 +267,7 @@ class _Conversion:
         self.folds.update(result.folds)
         self.report.layers += result.layers
         self.report.notes += result.notes
+        self.report.tuning.update(result.tuning)
 
     def _last_error(self) -> str:
         layers = self.report.layers
@@ -369,5 +377,6 @@ class _Conversion:
             "notes": self.report.notes,
             "cache": self.report.cache,
             **({} if self.plan.allocated is None else {"allocation": self.plan.allocated}),
+            **self.report.learned(),
             "layers": layers,
         }

@@ -1,0 +1,193 @@
+"""Learned rounding: codes and scales of one block, moved together until its output is that of the original block.
+
+GPTQ and AWQ lower the error of each linear. Here it is the error of a whole block: a weight's code is that of a latent number, which gradients
+may move so that it rounds the other way (AdaRound, Nagel et al., arXiv 2004.10568; of whole blocks: BRECQ, arXiv 2102.05426). Gradients pass the rounding
+as if it were not there, and only their signs count, at a rate that falls to 0 linearly (SignRound, Cheng et al., arXiv 2309.05516, equations
+3 to 5). Scales are learned beside them, as factors, by Adam (TesseraQ, Li et al., arXiv 2410.19103, section 3.3).
+
+Unlike in SignRound, the start is not rounding to the nearest: latent numbers start in the cells of the codes that another algorithm chose, as
+near to the weight as those allow, and a scale that changes takes its codes along. Zeros stay. Codes are whole and scales rounded to their
+stored dtype in every step, so what is measured is what will be written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
+
+Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+"""The linears' weights by name, inputs ``[1, tokens, hidden]`` -> the block's output, of the same shape; records for gradients."""
+
+INSIDE = 0.499  # of a step around its code: where a latent number may start
+DECAYS = (0.9, 0.99)  # Adam's
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """steps: of ``windows`` windows each, drawn without repetition until all had their turn. held: one window of so many is never learned from.
+
+    reach: how far a latent number may move, in codes; signs that always agree get it there. scale_rate: Adam's, of the logarithm of scales,
+    falling to 0. checks: how often the windows held back are looked at.
+    """
+
+    steps: int = 60
+    windows: int = 2
+    held: int = 8
+    reach: float = 0.5
+    scale_rate: float = 2e-3
+    checks: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """quantized: by name. before, after: error on the windows held back (``block_error``), of the start and of the result.
+
+    step: after how many steps the result stood; 0 is the start. trouble: why learning did not take place or ended early, or None.
+    """
+
+    quantized: dict[str, QuantTensor]
+    before: float
+    after: float
+    step: int
+    trouble: str | None = None
+
+
+def tune(
+    forward: Forward,
+    weights: Mapping[str, Tensor],
+    start: Mapping[str, QuantTensor],
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    options: TuneOptions | None = None,
+) -> Tuned:
+    """Learn codes and scales of a block's linears for a small ``block_error``; never worse than ``start`` on the windows held back.
+
+    weights: float32 [out, in], what the linears would compute with unrounded. inputs, targets: per window, float32 [1, tokens, hidden], anywhere. Windows that are
+    not finite are left out. Deterministic where ``forward`` is. Besides what ``forward`` takes for one window, memory is about
+    ``COPIES`` float32 numbers per weight.
+    """
+    options = options or TuneOptions()
+    usable = [i for i, pair in enumerate(zip(inputs, targets, strict=True)) if all(_finite(x) for x in pair)]
+    held = usable[:: options.held]
+    learned = [i for i in usable if i not in held]
+    if not learned:
+        few = f"{len(usable)} windows of text can be used, and one is held back: nothing to learn from"
+        return Tuned(dict(start), math.nan, math.nan, 0, few)
+    linears = {name: _Latent(weights[name].float(), start[name]) for name in start}
+    device = next(iter(linears.values())).origin.device
+
+    def pair(index: int) -> tuple[Tensor, Tensor]:
+        return inputs[index].to(device), targets[index].to(device)
+
+    def measure(found: Mapping[str, QuantTensor]) -> float:
+        rounded = {name: q.dequantize() for name, q in found.items()}
+        with torch.no_grad():
+            errors = [float(block_error(forward(rounded, x), y)) for x, y in map(pair, held)]
+        return sum(errors) / len(errors)
+
+    best = dict(start)
+    before = after = measure(best)
+    at, draws = 0, _draws(learned, options.seed)
+    looks = {options.steps * look // options.checks for look in range(1, options.checks + 1)}
+    for step in range(1, options.steps + 1):
+        batch = [pair(next(draws)) for _ in range(min(options.windows, len(learned)))]
+        if not _step(forward, linears, batch, step, options):
+            return Tuned(best, before, after, at, f"learning ended at step {step}: the block's error is not finite")
+        if step in looks:
+            found = {name: linear.quantized() for name, linear in linears.items()}
+            error = measure(found)
+            if error < after:
+                best, after, at = found, error, step
+    return Tuned(best, before, after, at, None if at else "the start was the best")
+
+
+COPIES = (
+    9  # origin, shift, rounded, its gradient and its step at work; codes and the best ones; the start's; temporaries
+)
+
+
+def block_error(output: Tensor, target: Tensor) -> Tensor:
+    """Squared error of each token's output relative to its target's size, mean over tokens: a few tokens with huge entries count no more than others."""
+    size = target.square().sum(-1)
+    return ((output - target).square().sum(-1) / size.clamp(min=1e-30)).mean()
+
+
+def _step(
+    forward: Forward,
+    linears: Mapping[str, _Latent],
+    batch: Sequence[tuple[Tensor, Tensor]],
+    step: int,
+    options: TuneOptions,
+) -> bool:
+    """One step of learning; False if the error was not finite, and nothing has moved."""
+    now = {name: linear.quantized() for name, linear in linears.items()}
+    rounded = {name: q.dequantize().requires_grad_() for name, q in now.items()}
+    for x, y in batch:  # one window at a time: gradients add up
+        with torch.enable_grad():
+            error = block_error(forward(rounded, x), y)
+        if not bool(torch.isfinite(error)):
+            return False
+        error.backward()
+    for name, linear in linears.items():
+        gradient = rounded.pop(name).grad
+        if gradient is not None:
+            linear.learn(gradient, now[name], step, options)
+    return True
+
+
+class _Latent:
+    """The latent numbers of one linear, and the factors of its scales."""
+
+    def __init__(self, weight: Tensor, start: QuantTensor) -> None:
+        self.start, self.scheme = start, start.scheme
+        width = weight.shape[1]
+        step = affine.expand_groups(start.scales.float(), width, self.scheme)
+        codes = start.codes.float()
+        self.origin = weight / step + self._offset()
+        self.origin = torch.minimum(torch.maximum(self.origin, codes - INSIDE), codes + INSIDE)
+        self.shift = torch.zeros_like(self.origin)
+        self.factor = torch.zeros_like(start.scales, dtype=torch.float32)  # logarithm
+        self.moments = [torch.zeros_like(self.factor) for _ in DECAYS]
+
+    def _offset(self) -> Tensor | float:
+        zeros = self.start.zeros
+        if zeros is None:
+            return float(self.scheme.midpoint)
+        return affine.expand_groups(zeros.float(), self.start.codes.shape[1], self.scheme)
+
+    def quantized(self) -> QuantTensor:
+        scales = affine.store_scale(self.start.scales.float() * self.factor.exp(), self.scheme)
+        codes = (self.origin + self.shift).round_().clamp_(0, self.scheme.levels - 1).to(torch.uint8)
+        return QuantTensor(codes, scales, self.start.zeros, self.scheme)
+
+    def learn(self, gradient: Tensor, now: QuantTensor, step: int, options: TuneOptions) -> None:
+        """gradient: of the dequantized ``now``. Of a latent number it has the same sign, for a step of the scale is positive."""
+        left = 1 - (step - 1) / options.steps
+        rate = 2 * options.reach / (options.steps + 1) * left  # all rates add up to ``reach``
+        self.shift.sub_(gradient.sign(), alpha=rate).clamp_(-options.reach, options.reach)
+        by_group = affine.split_groups(gradient * (now.codes - self._offset()), self.scheme).sum(-1)
+        slope = by_group * now.scales.float()
+        first, second = self.moments
+        first.lerp_(slope, 1 - DECAYS[0])
+        second.lerp_(slope.square(), 1 - DECAYS[1])
+        mean, square = first / (1 - DECAYS[0] ** step), second / (1 - DECAYS[1] ** step)
+        self.factor.sub_(options.scale_rate * left * mean / square.sqrt().clamp(min=1e-30))
+
+
+def _draws(learned: Sequence[int], seed: int) -> Iterator[int]:
+    """Windows in random order, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from (learned[i] for i in torch.randperm(len(learned), generator=generator).tolist())
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())

@@ -1,0 +1,73 @@
+"""The learning stage of the loop: all linears of a solved block together, against what the original block gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quantkit.algorithms.tune import Tuned, TuneOptions, tune
+from quantkit.convert.options import ConvertOptions
+from quantkit.core.qtensor import QuantTensor
+from quantkit.model.stepper import Call, forward_block
+
+STEP_TOKENS = 1024  # that a step learns from: more cost as much time as more steps do, which help more
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a block learns from. inputs: states in front of it, behind the quantized blocks. targets: what the original model has behind it.
+
+    call: the block's arguments for one window. All batches are float32 ``[windows, tokens, hidden]``, on the host.
+    """
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    call: Call
+
+
+class _Called(nn.Module):
+    """A block with its arguments: what can be run with other weights."""
+
+    def __init__(self, block: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.block, self.call = block, call
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return forward_block(self.block, hidden, self.call)
+
+
+def tune_block(options: ConvertOptions, block: nn.Module, start: Mapping[str, QuantTensor], lesson: Lesson) -> Tuned:
+    """Learn codes and scales of the linears in ``start`` (names inside the block, which still has unrounded weights)."""
+    called = _Called(block, lesson.call)
+
+    def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        result: Tensor = functional_call(
+            called, {f"block.{name}.weight": w for name, w in weights.items()}, (hidden,), tie_weights=False
+        )
+        return result
+
+    weights = {name: block.get_parameter(f"{name}.weight") for name in start}
+    windows = max(1, STEP_TOKENS // lesson.inputs[0].shape[1])
+    on_gpu = next(iter(weights.values())).device.type == "cuda"
+    # the gradients of the fast kernels add up in an order of their own each time: not the same bytes
+    exactly = sdpa_kernel(SDPBackend.MATH) if on_gpu else contextlib.nullcontext()
+    with exactly:
+        return tune(
+            forward,
+            weights,
+            start,
+            _windows(lesson.inputs),
+            _windows(lesson.targets),
+            TuneOptions(steps=options.tune_steps, windows=windows, seed=options.seed),
+        )
+
+
+def _windows(states: Sequence[Tensor]) -> list[Tensor]:
+    """Each window ``[1, tokens, hidden]``, not copied."""
+    return [window for state in states for window in torch.split(state, 1)]

@@ -1,0 +1,177 @@
+"""Learned rounding, on blocks small enough to know the best answer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.rtn import rtn
+from quantkit.algorithms.tune import TuneOptions, block_error, tune
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+
+SCHEME = Scheme(4, 8, False)
+
+
+def windows(count: int, tokens: int, width: int, seed: int = 0) -> list[Tensor]:
+    """Correlated inputs, a window each."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.eye(width) + 0.3 * torch.randn(width, width, generator=generator) / width**0.5
+    return [torch.randn(1, tokens, width, generator=generator) @ mix for _ in range(count)]
+
+
+def linear(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return x @ weights["w"].t()
+
+
+def beside_others(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """One output beside large ones that nothing changes: every token then counts alike."""
+    return torch.cat([linear(weights, x), torch.full_like(x[..., :1], 10.0)], dim=-1)
+
+
+def gated(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return x + (torch.sigmoid(x @ weights["gate"].t()) * (x @ weights["up"].t())) @ weights["down"].t()
+
+
+def gated_case() -> tuple[dict[str, Tensor], dict[str, QuantTensor], list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    shapes = {"gate": (24, 16), "up": (24, 16), "down": (16, 24)}
+    weights = {name: torch.randn(shape) / 4 for name, shape in shapes.items()}
+    start = {name: rtn(weight, Scheme(3, 8, name != "up")).quantized for name, weight in weights.items()}
+    x = windows(17, 32, 16)
+    return weights, start, x, [gated(weights, one) for one in x]
+
+
+def test_codes_that_are_off_by_one_are_all_found() -> None:
+    torch.manual_seed(1)
+    codes = torch.randint(1, 15, (6, 16), dtype=torch.uint8)
+    scales, zeros = torch.full((6, 2), 0.125, dtype=torch.float16), torch.full((6, 2), 7, dtype=torch.int16)
+    true = QuantTensor(codes, scales, zeros, SCHEME)
+    moved = (codes.int() + torch.randint(-1, 2, codes.shape)).to(torch.uint8)
+    assert int((moved != codes).sum()) > 40
+    x = windows(16, 64, 16)
+    weight = true.dequantize()
+    found = tune(linear, {"w": weight}, {"w": QuantTensor(moved, scales, zeros, SCHEME)}, x, [one @ weight.t() for one in x], TuneOptions(scale_rate=0))  # fmt: skip
+    assert torch.equal(found.quantized["w"].codes, codes)
+    assert found.before > 1e-3
+    assert found.after < 1e-10
+    assert found.trouble is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_that_was_rounded_down_is_rounded_nearly_as_well_as_any_other_choice(seed: int) -> None:
+    torch.manual_seed(seed)
+    weight = torch.randn(1, 8) / 3
+    nearest = rtn(weight, Scheme(3, None, False)).quantized
+    assert nearest.zeros is not None
+    exact = weight / nearest.scales.float() + nearest.zeros
+    x = windows(16, 128, 8, seed)
+    y = [beside_others({"w": weight}, one) for one in x]
+
+    def rounded(up: tuple[int, ...]) -> QuantTensor:
+        codes = (exact.floor() + torch.tensor(up)).clamp(0, 7).to(torch.uint8)
+        return QuantTensor(codes, nearest.scales, nearest.zeros, nearest.scheme)
+
+    def error(q: QuantTensor) -> float:
+        now = {"w": q.dequantize()}
+        return (
+            sum(float(block_error(beside_others(now, one), two)) for one, two in zip(x[::8], y[::8], strict=True)) / 2
+        )
+
+    errors = sorted(error(rounded(up)) for up in itertools.product((0, 1), repeat=8))
+    found = tune(beside_others, {"w": weight}, {"w": rounded((0,) * 8)}, x, y, TuneOptions(scale_rate=0, checks=20))
+    assert found.before > errors[30]
+    assert error(found.quantized["w"]) <= errors[8]  # of 256
+
+
+def test_scales_learn_where_codes_may_not_move() -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(4, 16)
+    exact = rtn(weight, SCHEME).quantized
+    wide = QuantTensor(exact.codes, (exact.scales.float() * 1.04).half(), exact.zeros, SCHEME)
+    x = windows(16, 32, 16)
+    true = exact.dequantize()
+    found = tune(linear, {"w": true}, {"w": wide}, x, [one @ true.t() for one in x], TuneOptions(reach=0.0))
+    assert torch.equal(found.quantized["w"].codes, exact.codes)
+    assert found.quantized["w"].scales.dtype == torch.float16
+    assert found.after < 0.5 * found.before
+
+
+def test_what_was_measured_is_what_is_returned() -> None:
+    weights, start, x, y = gated_case()
+    before = {name: q.codes.clone() for name, q in start.items()}
+    found = tune(gated, weights, start, x, y)
+    assert found.after < 0.9 * found.before
+    assert found.step > 0
+    for errors, model in ((found.before, start), (found.after, found.quantized)):
+        rounded = {name: q.dequantize() for name, q in model.items()}
+        again = sum(float(block_error(gated(rounded, x[i]), y[i])) for i in (0, 8, 16)) / 3
+        assert errors == pytest.approx(again, rel=1e-5)
+    for name, q in found.quantized.items():
+        assert q.scheme == start[name].scheme
+        assert int(q.codes.max()) <= 7
+        assert torch.equal(start[name].codes, before[name])  # inputs are not modified
+    up, first = found.quantized["up"], start["up"]
+    assert up.zeros is not None
+    assert first.zeros is not None
+    assert torch.equal(up.zeros, first.zeros)
+
+
+def test_a_start_that_cannot_be_bettered_is_kept_and_it_is_said() -> None:
+    weights, start, x, _ = gated_case()
+    rounded = {name: q.dequantize() for name, q in start.items()}
+    found = tune(gated, weights, start, x, [gated(rounded, one) for one in x])
+    assert found.step == 0
+    assert found.after == found.before == 0
+    assert all(found.quantized[name] is q for name, q in start.items())
+    assert found.trouble == "the start was the best"
+
+
+def test_learning_noise_does_not_make_the_block_worse_on_text_held_back() -> None:
+    weights, start, x, _ = gated_case()
+    noise = windows(17, 32, 16, seed=9)
+    found = tune(gated, weights, start, x, noise, TuneOptions(steps=12, scale_rate=0.1))
+    assert found.after <= found.before
+
+
+def test_the_same_again_gives_the_same_codes() -> None:
+    weights, start, x, y = gated_case()
+    first, second, other = (tune(gated, weights, start, x, y, TuneOptions(steps=30, seed=seed)) for seed in (0, 0, 1))
+    for name, q in first.quantized.items():
+        assert torch.equal(q.codes, second.quantized[name].codes)
+        assert torch.equal(q.scales, second.quantized[name].scales)
+    assert any(not torch.equal(q.codes, other.quantized[name].codes) for name, q in first.quantized.items())
+
+
+def test_windows_that_are_not_finite_are_left_out() -> None:
+    weights, start, x, y = gated_case()
+    clean = tune(gated, weights, start, x[2:], y[2:], TuneOptions(steps=40))
+    x[0], y[1] = x[0] * float("nan"), y[1] + float("inf")
+    dirty = tune(gated, weights, start, x, y, TuneOptions(steps=40))
+    assert dirty.after == clean.after < clean.before
+
+
+def test_one_window_teaches_nothing() -> None:
+    weights, start, x, y = gated_case()
+    found = tune(gated, weights, start, x[:1], y[:1])
+    assert found.trouble is not None
+    assert "nothing to learn from" in found.trouble
+    assert all(found.quantized[name] is q for name, q in start.items())
+
+
+def test_an_error_that_is_not_finite_ends_learning_with_the_best_so_far() -> None:
+    weights, start, x, y = gated_case()
+    calls = []
+
+    def breaks(now: Mapping[str, Tensor], one: Tensor) -> Tensor:
+        calls.append(1)
+        return gated(now, one) * (float("nan") if len(calls) > 20 else 1.0)
+
+    found = tune(breaks, weights, start, x, y, TuneOptions(steps=20))
+    assert found.trouble is not None
+    assert "not finite" in found.trouble
+    assert found.after <= found.before
