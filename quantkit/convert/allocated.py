@@ -26,7 +26,7 @@ def summary(
     spent = allocation.fixed + sum(costs[i] for costs, i in zip(allocation.costs, taken, strict=True))
     rows = []
     for unit, costs, found, chosen in zip(allocation.units, allocation.costs, damage, taken, strict=True):
-        words = [_words(unit, i) for i in range(len(costs))]
+        words = option_words(unit)
         options = {word: {"bytes": c, "kl": _short(d)} for word, c, d in zip(words, costs, found, strict=True)}
         names = [targets[name].name for name in unit.members]
         rows.append(
@@ -54,7 +54,7 @@ def curve(allocation: Allocation, choices: Choices, damage: Sequence[Sequence[fl
         spent = allocation.fixed + sum(costs[i] for costs, i in zip(allocation.costs, taken, strict=True))
         total = sum(one[i] for one, i in zip(damage, taken, strict=True))
         found.append({"model_bits_per_weight": round(allocation.bits(spent), 4), "predicted_kl": _short(total)})
-    return found
+    return [point for i, point in enumerate(found) if point not in found[:i]]
 
 
 def allocation_lines(found: Mapping[str, Any]) -> list[str]:
@@ -77,9 +77,9 @@ def allocation_lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _words(unit: Unit, index: int) -> str:
-    scheme = unit.options[index]
-    return "16 bit" if scheme is None else scheme.describe()
+def option_words(unit: Unit) -> list[str]:
+    """What each option is called: ``W4 g64 asym``, ``16 bit``."""
+    return ["16 bit" if scheme is None else scheme.describe() for scheme in unit.options]
 
 
 def _short(value: float) -> float:

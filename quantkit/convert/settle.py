@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quantkit.algorithms.allocate import Choices, Option
-from quantkit.convert.allocated import summary
-from quantkit.convert.allocation import chosen_targets
+from quantkit.convert.allocated import option_words, summary
+from quantkit.convert.allocation import Allocation, chosen_targets
 from quantkit.convert.plan import Plan, unquantized
 from quantkit.convert.probe import TOKENS, WINDOWS, Probe
 from quantkit.convert.resume import Work
@@ -18,7 +18,12 @@ def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
     Raises what ``Probe.measure`` raises, NumericsError for a damage that is not finite.
     """
     allocation, windows = plan.allocation, plan.windows or plan.probe
-    if allocation is None or work.finished is not None:
+    if allocation is None:
+        return
+    if work.finished is not None:  # all is written; the plan still says what is in it
+        rows = work.finished["allocation"]["groups"]
+        taken = [option_words(unit).index(row["scheme"]) for unit, row in zip(allocation.units, rows, strict=True)]
+        _apply(plan, allocation, taken)
         return
     assert windows is not None
     damage = work.measured()
@@ -41,9 +46,13 @@ def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
         ]
     )
     taken = choices.within(allocation.budget - allocation.fixed)
-    schemes = [unit.options[i] for unit, i in zip(allocation.units, taken, strict=True)]
     used = windows.ids[:WINDOWS, :TOKENS]
     measured_on = {"text": windows.name, "windows": used.shape[0], "tokens": used.shape[1]}
     plan.allocated = summary(allocation, choices, damage, taken, plan.targets, measured_on)
+    _apply(plan, allocation, taken)
+
+
+def _apply(plan: Plan, allocation: Allocation, taken: Sequence[int]) -> None:
+    schemes = [unit.options[i] for unit, i in zip(allocation.units, taken, strict=True)]
     plan.targets = chosen_targets(plan.targets, allocation.units, schemes)
     plan.plain, plan.split = unquantized(plan.weights, plan.targets, plan.rewritten)

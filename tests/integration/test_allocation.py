@@ -11,6 +11,7 @@ import pytest
 
 import quantkit as qk
 from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert import settle
 from quantkit.convert.probe import Probe
 from quantkit.convert.rules import fused_groups
@@ -112,6 +113,21 @@ def test_a_stopped_job_chooses_the_same_without_measuring_again(
     convert(tiny_original, tmp_path / "out", calibration_text, resume=True, **options)
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_job_stopped_before_its_last_rename_says_what_it_chose(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = dict(method="rtn", format="native", target_bpw=5)
+    whole = convert(tiny_original, tmp_path / "whole", calibration_text, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "commit", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(tiny_original, tmp_path / "out", calibration_text, **options)
+    (tmp_path / ".out.work" / "measured.json").unlink()  # as if it was killed while it tidied up
+    report = convert(tiny_original, tmp_path / "out", calibration_text, resume=True, **options)
+    assert report.allocation == whole.allocation
+    assert report.engines == whole.engines
 
 
 @pytest.mark.parametrize(
