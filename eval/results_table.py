@@ -151,6 +151,21 @@ def render_planted(results: Results) -> str:
     return markdown(["model", "cache", "bits / number", "KL (nats)", "ln p(answer)", "answered (at 16 bits)"], lines)
 
 
+def render_greedy(results: Results) -> str:
+    """Greedy text: how much of it is what a 16-bit cache leads to."""
+    lines = []
+    for _, rows in kv_order(results):
+        for row, got in rows:
+            g = got["greedy"]
+            lines.append(
+                [
+                    row["model"], row["label"], f"{got['kv_bits_per_number']:.3f}", f"{got['kl_mean']:.5f}",
+                    f"{100 * g['share']:.1f} ± {100 * g['share_stderr']:.1f} %", f"{100 * g['identical']:.0f} %",
+                ]
+            )  # fmt: skip
+    return markdown(["model", "cache", "bits / number", "KL (nats)", "equal tokens", "identical texts"], lines)
+
+
 def markdown(head: list[str], lines: list[list[str]]) -> str:
     """A table; the first two columns are words."""
     every = [head, ["---", "---", *["--:"] * (len(head) - 2)], *lines]
@@ -165,6 +180,7 @@ def kv_tables() -> dict[str, str]:
         "kv-4k": render_caches(at_4k),
         "kv-positions": render_positions(at_4k),
         "kv-2k": render_caches(load_results("kv-2k")),
+        "kv-greedy": render_greedy(load_results("kv-greedy")),
         "kv-planted": render_planted(load_results("kv-planted")),
         "kv-token": memory.token_table(),
         "kv-batch": memory.batch_table(),
