@@ -1,19 +1,25 @@
-"""GPTQ: column-wise rounding with error feedback (Frantar et al., arXiv 2210.17323, algorithm 1).
+"""GPTQ: column-wise rounding with error feedback (Frantar et al., arXiv 2210.17323, algorithm 1), with what later work added.
 
-Columns are visited in the order of falling ``diag(H)`` (act-order) while scales and zeros of every group are chosen
-beforehand, from the weight as it stands: groups stay contiguous along the inputs, so no ``g_idx`` is needed at run time
-("static groups" in the authors' code).
+* Order: groups in the order of their largest ``diag(H)``, columns of a group by falling ``diag(H)`` (act-order inside the group, "GAR"). Groups
+  stay contiguous along the inputs, so no ``g_idx`` is needed at run time.
+* A group's scale and zero are chosen when its first column is reached, from the weights as they stand then, errors of earlier groups fed
+  back, with the loss that the loop itself will pay: ``e_j**2 / U_jj**2`` for an error e_j of column j.
+* Targets: where the inputs of the original model are known (y beside x), what is approximated is ``W y`` and not ``W x`` (Li et al.,
+  arXiv 2504.02692). With ``C = mean of (y - x) xᵀ`` and exact weights the best answer is ``W + W C H^-1``; rounding that with H minimises the
+  same loss, up to a constant.
+* Then codes and scales are refined (``algorithms.refine``): the loop never looks back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.algorithms import Scales, Solution
+from quantkit.algorithms.refine import refine
 from quantkit.algorithms.rtn import rtn
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
@@ -24,8 +30,9 @@ from quantkit.core.scheme import Scheme
 class GPTQOptions:
     """damping: of the mean diagonal, added to H's diagonal; ``escalation`` is what follows when H cannot be factorised.
 
-    act_order: visit columns in the order of falling diag(H). scales: how each group's scale is chosen. block: columns
-    per lazy update of the rest of the matrix (speed only).
+    act_order: visit groups, and columns inside them, in the order of falling diag(H). scales: how each group's scale is chosen; "minmax" keeps
+    the ranges of the weights as they were. block: columns per update of the rest of the matrix (speed only). sweeps: of the refinement, 0 for none.
+    pull: how much of the way towards the original model's inputs the target goes, 0 to 1.
     """
 
     damping: float = 0.01
@@ -33,6 +40,8 @@ class GPTQOptions:
     act_order: bool = True
     scales: Scales = "search"
     block: int = 128
+    sweeps: int = 2
+    pull: float = 1.0
 
 
 ColumnLoop = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -45,34 +54,55 @@ def gptq(
     scheme: Scheme,
     options: GPTQOptions | None = None,
     columns: ColumnLoop | None = None,
+    cross: Tensor | None = None,
 ) -> Solution:
     """Quantize ``weight`` [out, in] so that ``tr(D H Dᵀ)`` of the error D is small.
 
-    hessian: [in, in], the mean of x xᵀ over tokens; symmetric, positive semi-definite. Weights that read the same input
-    may be stacked along their rows: rows do not influence one another. Inputs are not modified. A Hessian that cannot be
-    factorised raises the damping, and in the end falls back to rounding (said in the Solution). Everything happens on the
-    device that both are on. columns: what rounds a block of columns, instead of ``round_columns``.
+    hessian: [in, in], the mean of x xᵀ over tokens; symmetric, positive semi-definite. cross: [in, in], the mean of (y - x) xᵀ with y the
+    original model's inputs, if known. Weights that read the same input may be stacked along their rows: rows do not influence one
+    another. Inputs are not modified. A Hessian that cannot be factorised raises the damping, and in the end falls back to rounding (said in the
+    Solution). Everything happens on the device that both are on. columns: what rounds a block of columns, instead of ``round_columns``.
     """
     options = options or GPTQOptions()
-    in_features, device = weight.shape[1], weight.device
     diagonal = hessian.diagonal().double()
     dead = diagonal <= 0  # inputs that were never non-zero: nothing is known, their columns are simply rounded
     known = diagonal[~dead].mean() if bool((~dead).any()) else diagonal.new_ones(())
     importance = torch.where(dead, known, diagonal)
-    importance_f = importance.float()
-    order = torch.arange(in_features, device=device)
-    if options.act_order:
-        order = torch.argsort(importance, descending=True, stable=True)
+    order = _order(importance, scheme, options.act_order)
     upper, damping = _factorise(hessian, dead, importance, order, options)
     if upper is None:
-        simple = rtn(weight, scheme, options.scales, importance_f)
+        simple = rtn(weight, scheme, options.scales, importance.float())
         return Solution(simple.quantized, None, "rounded: the Hessian could not be factorised even with full damping")
-    if options.scales == "search":
-        scales, zeros = affine.searched_params(weight, scheme, importance_f)
-    else:
-        scales, zeros = affine.minmax_params(weight, scheme)
-    codes = _solve(weight, upper.float(), order, scales, zeros, scheme, options.block, columns or round_columns)
+    target = weight.float()
+    if cross is not None and options.pull:
+        target = _towards(target, cross, upper, order, options.pull)
+    codes, scales, zeros = _solve(target, upper.float(), order, scheme, options, columns or round_columns)
+    del upper
+    if options.sweeps:
+        damped = _damped(hessian, dead, importance, damping)
+        codes, scales = refine(
+            target, codes, scales, zeros, scheme, damped, options.sweeps, refit=options.scales == "search"
+        )
     return Solution(QuantTensor(codes, scales, zeros, scheme), damping)
+
+
+def _order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:
+    """Columns as they are visited, each group's together: int64 ``[in]``. Equals keep their place."""
+    columns = torch.arange(len(importance), device=importance.device)
+    if not act_order:
+        return columns
+    parts = columns.split(scheme.width(len(importance)))
+    largest = torch.stack([importance[part].max() for part in parts])
+    ordered = [part[torch.argsort(importance[part], descending=True, stable=True)] for part in parts]
+    return torch.cat([ordered[i] for i in torch.argsort(largest, descending=True, stable=True).tolist()])
+
+
+def _towards(weight: Tensor, cross: Tensor, upper: Tensor, order: Tensor, pull: float) -> Tensor:
+    """``W + pull * W C (H + damping)^-1``, float32. upper: float64, Uᵀ U the inverse, columns in ``order``."""
+    moved = ((weight.to(upper.dtype) @ cross.to(upper.dtype)[:, order]) @ upper.t()) @ upper
+    target = weight.clone()
+    target[:, order] += pull * moved.float()
+    return target
 
 
 def _factorise(
@@ -86,12 +116,18 @@ def _factorise(
     return None, 0.0
 
 
-def _permuted_factor(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float, order: Tensor) -> Tensor | None:
-    """Upper U with Uᵀ U = (H + damping)⁻¹, columns in ``order``; None if H is not positive definite in float64."""
+def _damped(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float) -> Tensor:
+    """H in float64 with damping on its diagonal, and nothing but the diagonal of inputs that were never seen."""
     h = hessian.to(torch.float64, copy=True)
     h[dead] = 0
     h[:, dead] = 0
     h.diagonal().copy_(importance + damping * importance.mean())
+    return h
+
+
+def _permuted_factor(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float, order: Tensor) -> Tensor | None:
+    """Upper U with Uᵀ U = (H + damping)⁻¹, columns in ``order``; None if H is not positive definite in float64."""
+    h = _damped(hessian, dead, importance, damping)
     h = h[order]  # one copy at a time: of 14336 inputs each takes 1.6 GB
     h = h[:, order]
     lower, info = torch.linalg.cholesky_ex(h)
@@ -104,32 +140,47 @@ def _permuted_factor(hessian: Tensor, dead: Tensor, importance: Tensor, damping:
     return None if int(info) or not bool(torch.isfinite(upper).all()) else upper
 
 
+SEARCH_STEPS = 12  # shrunken ranges tried for a group; the refinement fits the scale afterwards
+
+
 def _solve(
-    weight: Tensor, upper: Tensor, order: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, block: int,
-    columns: ColumnLoop,
-) -> Tensor:  # fmt: skip
-    """Round column by column in ``order``, moving each column's error into the columns not yet visited.
+    weight: Tensor, upper: Tensor, order: Tensor, scheme: Scheme, options: GPTQOptions, columns: ColumnLoop
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Round column by column in ``order``, moving each column's error into the columns not yet visited: codes, scales, zeros.
 
     Works on the transpose, so that a column is contiguous. With d = U[j, j] and the error e = (w - q) / d, column k > j
-    receives -e * U[j, k] once: inside the block at once (``columns``), beyond it when the block is done.
+    receives -e * U[j, k] once: inside the block at once (``columns``), beyond it when the block is done. Blocks end where groups do.
     """
-    in_features = weight.shape[1]
-    groups = affine.group_index(in_features, scheme, weight.device)[order]
-    step = scales.float().t().contiguous()  # [groups, out]
-    offset = torch.full_like(step, float(scheme.midpoint)) if zeros is None else zeros.float().t().contiguous()
-    rest = weight.float().t()[order].contiguous()
+    rows, in_features = weight.shape
+    width = scheme.width(in_features)
+    scales, zeros = affine.minmax_params(weight, scheme)
+    alone = replace(scheme, group_size=None)  # one group
+    cost = upper.diagonal().square().reciprocal()
+    rest = weight.t()[order].contiguous()
     codes = torch.empty(rest.shape, dtype=torch.uint8, device=weight.device)
-    for start in range(0, in_features, block):
-        end = min(start + block, in_features)
-        of = groups[start:end]
-        codes[start:end], errors = columns(
-            rest[start:end], upper[start:end, start:end], step[of], offset[of], scheme.levels - 1
-        )
-        if end < in_features:
-            rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
+    begin = 0
+    while begin < in_features:
+        group = int(order[begin]) // width
+        stop = begin + min(width, in_features - group * width)
+        if options.scales == "search":
+            step, zero = affine.searched_params(rest[begin:stop].t(), alone, cost[begin:stop], steps=SEARCH_STEPS)
+            scales[:, group] = step[:, 0]
+            if zeros is not None and zero is not None:
+                zeros[:, group] = zero[:, 0]
+        scale = scales[:, group].float()
+        offset = torch.full_like(scale, float(scheme.midpoint)) if zeros is None else zeros[:, group].float()
+        for start in range(begin, stop, options.block):
+            end = min(start + options.block, stop)
+            codes[start:end], errors = columns(
+                rest[start:end], upper[start:end, start:end],
+                scale.expand(end - start, rows).contiguous(), offset.expand(end - start, rows).contiguous(), scheme.levels - 1,
+            )  # fmt: skip
+            if end < in_features:
+                rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
+        begin = stop
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(in_features, device=weight.device)
-    return codes[inverse].t().contiguous()
+    return codes[inverse].t().contiguous(), scales, zeros
 
 
 def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top: int) -> tuple[Tensor, Tensor]:

@@ -38,11 +38,12 @@ def test_gptq_is_never_worse_than_rounding_when_inputs_are_correlated(
     assert loss <= proxy_loss(w, rounded.quantized.dequantize(), h)[0] * 1.0001
 
 
-def test_gptq_equals_rounding_when_inputs_are_uncorrelated() -> None:
+def test_gptq_rounds_to_nearest_when_inputs_are_uncorrelated() -> None:
     w, _ = problem(8, 32, 0)
     scheme = Scheme(4, 16, symmetric=False)
     h = torch.diag(torch.linspace(1, 2, 32).double())
-    assert gptq(w, h, scheme).quantized.equal(rtn(w, scheme, "search", h.diagonal()).quantized)
+    q = gptq(w, h, scheme, GPTQOptions(sweeps=0)).quantized
+    assert torch.equal(q.codes, affine.quantize(w, q.scales, q.zeros, scheme))
 
 
 def test_gptq_stays_close_to_the_best_of_all_roundings() -> None:
@@ -70,7 +71,7 @@ def test_error_of_a_column_is_propagated_once() -> None:
     least-squares compensation. The blocked solver must give the same codes."""
     w, h = problem(5, 12, 7)
     scheme = Scheme(3, 4, symmetric=False)
-    options = GPTQOptions(scales="minmax", act_order=False, damping=0.01, block=5)
+    options = GPTQOptions(scales="minmax", act_order=False, damping=0.01, block=3, sweeps=0)
     scales, zeros = affine.minmax_params(w, scheme)
     assert zeros is not None
     step, offset = affine.expand_groups(scales.float(), 12, scheme), affine.expand_groups(zeros.float(), 12, scheme)
@@ -122,7 +123,10 @@ def test_dead_inputs_are_rounded_and_disturb_nothing() -> None:
 def test_all_inputs_dead_is_plain_rounding() -> None:
     w, _ = problem(6, 24, 5)
     scheme = Scheme(4, 8, symmetric=False)
-    assert gptq(w, torch.zeros(24, 24), scheme).quantized.equal(rtn(w, scheme, "search").quantized)
+    q = gptq(w, torch.zeros(24, 24), scheme, GPTQOptions(sweeps=0)).quantized
+    assert torch.equal(q.codes, affine.quantize(w, q.scales, q.zeros, scheme))
+    refined, plain = gptq(w, torch.zeros(24, 24), scheme).quantized, rtn(w, scheme, "search").quantized
+    assert float((refined.dequantize() - w).norm()) <= float((plain.dequantize() - w).norm())
 
 
 def test_damping_escalates_until_the_hessian_factorises() -> None:
@@ -150,3 +154,48 @@ def test_block_size_changes_speed_only(block: int) -> None:
     a = gptq(w, h, scheme, GPTQOptions(block=block)).quantized
     b = gptq(w, h, scheme).quantized
     assert (a.codes != b.codes).float().mean() < 0.01  # a tie may fall either way in float32
+
+
+def test_scale_of_a_group_is_chosen_for_the_weights_as_they_stand_when_it_is_reached() -> None:
+    """The second of two groups: the range that its own weights had does not fit what the first group's errors left of it."""
+    w, h = problem(64, 32, 8)
+    scheme = Scheme(2, 16, symmetric=False)
+    options = GPTQOptions(sweeps=0, act_order=False)
+    q = gptq(w, h, scheme, options).quantized
+    damped = h + torch.eye(32).double() * options.damping * h.diagonal().mean()
+    error = w[:, :16].double() - q.dequantize()[:, :16].double()
+    moved = w[:, 16:].double() + error @ torch.linalg.solve(damped[16:, 16:], damped[16:, :16]).t()
+    own = Scheme(2, None, symmetric=False)
+    cost = torch.linalg.cholesky(torch.linalg.inv(damped[16:, 16:]), upper=True).diagonal() ** -2
+    scale, zero = affine.searched_params(moved.float(), own, cost.float(), steps=12)
+    assert zero is not None
+    assert q.zeros is not None
+    assert torch.equal(q.zeros[:, 1:], zero)
+    torch.testing.assert_close(q.scales[:, 1:], scale, rtol=2e-3, atol=0)
+    assert not torch.equal(q.scales[:, 1:], affine.searched_params(w[:, 16:], own, cost.float(), steps=12)[0])
+
+
+def paired(rows: int, cols: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A weight, the original model's inputs and those of the quantized one, ``[tokens, cols]``: some of a direction is lost."""
+    g = torch.Generator().manual_seed(seed)
+    y = torch.randn(600, cols, generator=g) @ (torch.eye(cols) + 0.3 * torch.randn(cols, cols, generator=g))
+    x = y + 0.15 * torch.randn(600, cols, generator=g) - 0.2 * y.mean(1, keepdim=True)
+    return torch.randn(rows, cols, generator=g), y.double(), x.double()
+
+
+def test_with_the_original_inputs_outputs_come_closer_to_the_original_model() -> None:
+    for seed in range(5):
+        w, y, x = paired(24, 48, seed)
+        h, cross = x.t() @ x / len(x), (y - x).t() @ x / len(x)
+        scheme = Scheme(4, 16, symmetric=False)
+        lost = [
+            float((y @ w.double().t() - x @ gptq(w, h, scheme, cross=c).quantized.dequantize().double().t()).norm())
+            for c in (None, cross)
+        ]
+        assert lost[1] < 0.95 * lost[0]
+
+
+def test_equal_inputs_leave_the_targets_alone() -> None:
+    w, h = problem(8, 32, 1)
+    scheme = Scheme(4, 16)
+    assert gptq(w, h, scheme, cross=torch.zeros_like(h)).quantized.equal(gptq(w, h, scheme).quantized)

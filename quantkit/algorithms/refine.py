@@ -1,0 +1,122 @@
+"""Refine a rounding: coordinate descent over the codes, then the best scales for the codes.
+
+Both lower the same loss ``tr(D H Dᵀ)`` of the error ``D = W - Q`` and neither can raise it. GPTQ visits every column once and its first
+decisions know nothing of the later ones; here each code is chosen again given all others. The closed form of a code is that of
+Gauss-Seidel (Behdin et al., QuantEase, arXiv 2309.01885, equation 7): the best weight in column j given the rest of its row,
+
+    w_j + sum over k != j of D_k H_kj / H_jj,
+
+rounded to the grid. Of the scales, with the codes C fixed, a row's loss is quadratic: its groups' scales solve ``A s = b`` with
+``A_gh = c_g H_gh c_hᵀ`` and ``b_g = c_g (H wᵀ)_g``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.core import affine
+from quantkit.core.scheme import Scheme
+
+BLOCK = 128  # columns whose gradients are brought up to date together
+_ELEMENTS = 1 << 21  # weights in work at a time on a CPU: about nine times as many floats are alive
+_ELEMENTS_GPU = 1 << 25
+REACH = 2.0  # a scale may change by this factor at most: beyond it the equations are ill-conditioned, not the range wrong
+
+
+def refine(
+    weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, hessian: Tensor,
+    sweeps: int = 2, refit: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Better codes (uint8 ``[out, in]``) and scales (``[out, groups]``, storage dtype) for float ``weight`` [out, in].
+
+    hessian: ``[in, in]``, positive diagonal (damped). Each sweep visits every column once and then fits the scales, if ``refit``. A row whose
+    loss did not fall keeps what it had, so the result is never worse. Rows do not influence one another. Nothing is modified.
+    """
+    h = hessian.float()
+    size = _ELEMENTS if weight.device.type == "cpu" else _ELEMENTS_GPU
+    rows = max(1, size // weight.shape[1])
+    found = []
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        w, c, s, z = weight[part].float(), codes[part], scales[part], None if zeros is None else zeros[part]
+        for _ in range(sweeps):
+            c = _keep_better(w, (descend(w, c, s, z, scheme, h), s), (c, s), z, scheme, h)[0]
+            if refit:
+                s = _keep_better(w, (c, fit_scales(w, c, s, z, scheme, h)), (c, s), z, scheme, h)[1]
+        found.append((c, s))
+    return torch.cat([c for c, _ in found]), torch.cat([s for _, s in found])
+
+
+def descend(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor) -> Tensor:
+    """One sweep over the columns, from left to right: uint8 ``[out, in]``. h: float32 ``[in, in]``.
+
+    Works on the transpose, as GPTQ does. ``pull`` is the gradient's half, ``(D H)_j``, of the block's columns as they stand.
+    """
+    width = weight.shape[1]
+    target = weight.t().contiguous()
+    step = affine.expand_groups(scales.float(), width, scheme).t().contiguous()
+    offset = torch.full_like(step, float(scheme.midpoint))
+    if zeros is not None:
+        offset = affine.expand_groups(zeros.float(), width, scheme).t().contiguous()
+    found = codes.t().float().contiguous()
+    error = target - (found - offset) * step
+    for start in range(0, width, BLOCK):
+        end = min(start + BLOCK, width)
+        own = h[start:end, start:end].contiguous()
+        pull = h[start:end] @ error
+        for j in range(start, end):
+            at = j - start
+            best = target[j] - error[j] + pull[at] / own[at, at]
+            code = (best / step[j]).add_(offset[j]).round_().clamp_(0, scheme.levels - 1)
+            change = (found[j] - code).mul_(step[j])  # of the error
+            found[j] = code
+            error[j] += change
+            pull[at:].addr_(own[at, at:], change)
+    return found.t().contiguous().to(torch.uint8)
+
+
+def fit_scales(
+    weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor
+) -> Tensor:
+    """The scales with the smallest loss for these codes, rounded to their storage dtype: ``[out, groups]``.
+
+    All scales of a row are solved for together. A scale that would change sign, or by more than REACH, stays.
+    """
+    rows, in_features = weight.shape
+    width, groups = scheme.width(in_features), scheme.groups(in_features)
+    offset: Tensor | float = float(scheme.midpoint)
+    if zeros is not None:
+        offset = affine.expand_groups(zeros.float(), in_features, scheme)
+    steps = codes.float() - offset
+    left = torch.empty(rows, groups, groups, dtype=torch.float64, device=weight.device)
+    for g in range(groups):
+        columns = slice(g * width, (g + 1) * width)
+        left[:, :, g] = affine.split_groups((steps[:, columns] @ h[columns]).mul_(steps), scheme).sum(-1)
+    right = affine.split_groups((weight @ h).mul_(steps), scheme).sum(-1).double()
+    held = scales.double()
+    # towards the scales that are there: a group of zeros only, or two that act alike, would leave the equations singular
+    ridge = 1e-6 * left.diagonal(dim1=1, dim2=2).mean(1)[:, None] + 1e-30
+    left.diagonal(dim1=1, dim2=2).add_(ridge)
+    solved = torch.linalg.solve(left, right + ridge * held)
+    usable = (solved > held / REACH) & (solved < held * REACH)
+    return affine.store_scale(torch.where(usable, solved, held).float(), scheme)
+
+
+def row_losses(
+    weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor
+) -> Tensor:
+    """``d H dᵀ`` of every row's error d: ``[out]``."""
+    error = weight - affine.dequantize(codes, scales, zeros, scheme)
+    return ((error @ h) * error).sum(1)
+
+
+_Choice = tuple[Tensor, Tensor]  # codes, scales
+
+
+def _keep_better(
+    weight: Tensor, new: _Choice, old: _Choice, zeros: Tensor | None, scheme: Scheme, h: Tensor
+) -> _Choice:
+    better = row_losses(weight, *new, zeros, scheme, h) < row_losses(weight, *old, zeros, scheme, h)
+    codes, scales = (torch.where(better[:, None], n, o) for n, o in zip(new, old, strict=True))
+    return codes, scales
