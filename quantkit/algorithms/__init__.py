@@ -21,9 +21,10 @@ class Solution:
 
 
 Scales = Literal["minmax", "search"]
-METHODS = ("gptq", "awq", "tune", "smooth", "rtn")  # what convert offers; calibrated ones first
+METHODS = ("gptq", "awq", "tune", "smooth", "hqq", "rtn")  # what convert offers; calibrated ones first
 CALIBRATED = ("gptq", "awq", "tune", "smooth")
-FOLDING = ("awq", "tune", "smooth")  # they scale channels before rounding: norms and biases change too
+DRAWN = ("hqq",)  # they read no text, but see what random tokens do
+FOLDING = ("awq", "tune", "smooth", "hqq")  # they scale channels before rounding: norms and biases change too
 # They compare with what the original model would have: convert keeps its states beside the quantized ones.
 PAIRED: tuple[str, ...] = ("tune",)
-LATER = ("hqq", "autoround", "kquant")
+LATER = ("autoround", "kquant")

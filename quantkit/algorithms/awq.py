@@ -232,6 +232,11 @@ def _statistics(consumers: Sequence[Consumer], channels: int) -> tuple[Tensor, T
     return (square / count).sqrt(), (spread / count).clamp(min=1e-3)
 
 
+def input_size(consumers: Sequence[Consumer], channels: int) -> Tensor:
+    """Root mean square of the input in each channel, over all consumers: float32 [channels]."""
+    return _statistics(consumers, channels)[0]
+
+
 def _normalise(s: Tensor) -> Tensor:
     """Geometric mean 1, no factor beyond ``LARGEST_FACTOR``."""
     log = s.clamp(min=1e-20).log()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from quantkit.algorithms import CALIBRATED, Scales, Solution
 from quantkit.algorithms.awq import awq
 from quantkit.algorithms.gptq import ColumnLoop, GPTQOptions, gptq, proxy_loss
+from quantkit.algorithms.hqq import hqq
 from quantkit.algorithms.kv import LayerRanges
 from quantkit.algorithms.rtn import rtn
 from quantkit.convert.plan import Plan, Target
@@ -152,7 +153,11 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, group: InputGroup) -> Sol
     o, hessian = plan.options, group.hessian
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
-        return gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales), _columns(weight.device))
+        return gptq(
+            weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales), _columns(weight.device), group.cross
+        )
+    if o.method == "hqq":
+        return hqq(weight, scheme, scales, None if hessian is None else hessian.diagonal())
     if o.method in ("awq", "tune") and hessian is not None:
         return awq(weight, hessian, scheme, scales, o.damping)
     if o.method in CALIBRATED and o.method != "smooth":

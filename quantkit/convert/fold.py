@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantkit.algorithms.awq import Consumer, search_factors, thin_stack
+from quantkit.algorithms.awq import Consumer, input_size, search_factors, thin_stack
+from quantkit.algorithms.hqq import channel_factors
 from quantkit.algorithms.smooth import Reader, smooth_factors
 from quantkit.calibrate.stats import LARGEST_NORM
 from quantkit.convert.block import BlockResult, InputGroup
@@ -110,6 +111,13 @@ def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str |
     consumers = _consumers(plan, stage.prefix, stage.block, fold, groups)
     if not consumers:
         return one, None
+    if plan.options.method == "hqq":
+        size = input_size(consumers, fold.channels)
+        return (
+            (stage.realise(channel_factors(size)), None)
+            if bool(torch.isfinite(size).all())
+            else (one, "its inputs are not finite")
+        )
     found = search_factors(consumers, fold.channels, stage.realise)
     return (found.values, None) if found.fallback is None else (one, found.fallback)
 

@@ -166,6 +166,11 @@ class ConvertOptions:
         """True if the original model's states are kept beside the quantized ones."""
         return self.method in algorithms.PAIRED
 
+    @property
+    def draws(self) -> bool:
+        """True if random tokens stand in for a text."""
+        return self.method in algorithms.DRAWN and not self.needs_data
+
     def for_manifest(self) -> dict[str, Any]:
         """What decides the bytes of the result (where it is written does not)."""
         data = asdict(self)
@@ -195,7 +200,7 @@ class ConvertOptions:
 
 # What a preset sets; an option that was given wins, another method contradicts.
 PRESETS: dict[str, dict[str, Any]] = {
-    "fast": {"method": "rtn", "scales": "search"},
+    "fast": {"method": "hqq", "scales": "search"},
     "balanced": {"method": "gptq", "scales": "search"},
 }
 PRESETS_LATER = ("best",)
@@ -257,15 +262,15 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
     if options.method != "tune":
         useless["tune_steps"] = f"--method {options.method} does not learn"
     if options.method not in algorithms.CALIBRATED:
-        useless["damping"] = f"--method {options.method} uses no statistics"
+        useless["damping"] = f"--method {options.method} uses no statistics of a text"
     if options.method == "smooth":
         useless["damping"] = "--method smooth rounds without a Hessian"
     if options.allocates:
         useless["bits"] = f"{options.target} chooses the bits"
     if not (options.needs_data or options.allocates):
-        useless |= dict.fromkeys(
-            ("calibration", "samples", "seq_len", "seed", "products"), f"--method {options.method} reads no text"
-        )
+        useless |= dict.fromkeys(("calibration", "samples", "seq_len"), f"--method {options.method} reads no text")
+        if not options.draws:
+            useless |= dict.fromkeys(("seed", "products"), f"--method {options.method} reads no text")
     if not options.cache.wanted:
         useless["kv_scales"] = (
             "--kv-bits 16 keeps the cache as it is (a cache with scales needs --kv-bits 8, 4, 3, 2 or k4v2)"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.algorithms import FOLDING
+from quantkit.algorithms import CALIBRATED, FOLDING
 from quantkit.algorithms.awq import SEARCH_ROWS
 from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows, load_windows
@@ -19,6 +19,7 @@ from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.allocation import Allocation, cache_bytes, head_width, plan_allocation, with_allocation
 from quantkit.convert.device import check_device
+from quantkit.convert.drawn import draw
 from quantkit.convert.embed import before_blocks
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import BATCH_TOKENS, Prediction, Sizes, kernel_bytes, predict
@@ -134,7 +135,7 @@ def make_plan(options: ConvertOptions) -> Plan:
             "--method tune: the tokens that reach an expert change while a block learns; mixtures of experts are not tuned. "
             "Use --method awq or gptq."
         )
-    if windows is not None and options.method != "rtn":
+    if windows is not None and options.method in CALIBRATED:
         warnings += few_tokens(windows.ids.numel(), blocks)
     rounded = (
         [kind for kind in source.kinds() if kind.removeprefix("GGUF ") not in EXACT] if source.path.is_file() else []
@@ -241,9 +242,11 @@ def read_probe(options: ConvertOptions, tokenizer: Any, model: nn.Module, proble
 def read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
     """The calibration text as tokens, None if none is needed or a problem was added."""
     config: Any = model.config
+    limit = getattr(config, "max_position_embeddings", None)
     if not options.needs_data:
         try:
             check_vocabulary(fallback(tokenizer), config.to_dict(), options.source)
+            return draw(tokenizer, config.vocab_size, limit, options.seed) if options.draws else None
         except QuantkitError as error:
             problems.append(str(error))
         return None

@@ -57,7 +57,7 @@ def test_a_large_model_is_not_run_and_the_report_says_so(
 
 
 def test_a_preset_sets_method_and_scales_and_an_option_wins() -> None:
-    assert apply_preset("fast", {}) == {"method": "rtn", "scales": "search"}
+    assert apply_preset("fast", {}) == {"method": "hqq", "scales": "search"}
     assert apply_preset("balanced", {"scales": "minmax", "method": "gptq"}) == {}
     assert apply_preset(None, {"method": "gptq"}) == {}
     with pytest.raises(RequestError, match="Leave one of them out"):
@@ -72,5 +72,5 @@ def test_presets_reach_the_job(quantkit: Callable[..., Any], tiny_original: Path
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["options"]
 
-    assert planned("--preset", "fast")["method"] == "rtn"
+    assert planned("--preset", "fast")["method"] == "hqq"
     assert planned("--preset", "fast", "--scales", "minmax")["scales"] == "minmax"

@@ -14,7 +14,10 @@ from quantkit.errors import RequestError
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (dict(method="rtn", damping=0.01), r"--damping has no effect: --method rtn uses no statistics\. Leave it out"),
+        (
+            dict(method="rtn", damping=0.01),
+            r"--damping has no effect: --method rtn uses no statistics of a text\. Leave it out",
+        ),
         (
             dict(method="rtn", samples=4, seed=1, damping=0.1),
             "--damping, --samples, --seed have no effect: .*Leave them",

@@ -1,0 +1,135 @@
+"""Rounding without a text: importance from random tokens, channels scaled by it, ranges searched, scales fitted.
+
+Three steps, of which none reads data:
+
+* The model runs on a few hundred tokens drawn at random from its vocabulary. What that tells of correlations is of no use, but the size of each
+  input channel, ``r_j = rms(x_j)``, is nearly that of real text: it is decided by norms and weights.
+* Where channels can be scaled (``quantkit.model.folds``), by ``s_j = r_j ** 0.5``: AWQ's equation 5 (Lin et al., arXiv 2306.00978) without its
+  search.
+* Each group starts from the half-quadratic solution (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023):
+  with the shrinking operator of the l_p norm, p = 1/2, outliers leave the residual and the zero point is the mean of what remains. It is
+  then rounded, since zeros are integers here. Of that and some shrunken ranges the one with the smallest ``sum_j r_j**2 e_j**2`` is kept, and
+  its scale is fitted to its codes by least squares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms import Scales, Solution
+from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+
+EXPONENT = 0.5
+FLOOR = 1e-2  # of the channels' mean size: beneath it a channel is not scaled down further
+LARGEST_FACTOR = 64.0  # fp16 norms and scales must hold them
+SHRINKS = (1.0, 0.94, 0.88)
+FITS = 2
+BETA, ITERATIONS = 10.0, 3  # of the half-quadratic solver; eight iterations and p = 0.7 lower the loss no further
+_ELEMENTS = 1 << 18  # weights in work at a time on a CPU: the temporaries stay in the cache
+
+
+def channel_factors(size: Tensor, exponent: float = EXPONENT) -> Tensor:
+    """``size ** exponent`` with geometric mean 1, float32 ``[channels]``. size: root mean square of each channel."""
+    size = size.float()
+    log = exponent * (size + FLOOR * size.mean() + 1e-30).log()
+    return (log - log.mean()).exp().clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR)
+
+
+def hqq(weight: Tensor, scheme: Scheme, scales: Scales = "search", importance: Tensor | None = None) -> Solution:
+    """Round ``weight`` [out, in], already scaled, for a small ``sum_j importance_j * e_j**2``.
+
+    importance: mean square of each input, float ``[in]``; None: all alike. ``scales="minmax"`` takes the extremes. Never worse by that sum
+    than rounding with the extremes. Rows do not influence one another.
+    """
+    gain = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.float()
+    if not bool(torch.isfinite(gain).all()) or float(gain.sum()) <= 0:
+        gain = torch.ones_like(gain)
+    if scales == "minmax":
+        step, zeros = affine.minmax_params(weight, scheme)
+        return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme))
+    split = affine.split_groups((gain / gain.mean()).reshape(1, -1), scheme)
+    size = _ELEMENTS if weight.device.type == "cpu" else affine.SEARCH_ELEMENTS_GPU
+    rows = max(1, size // weight.shape[1])
+    found = [_Groups(affine.split_groups(w.float(), scheme), split, scheme).best() for w in weight.split(rows)]
+    step = torch.cat([one.scale for one in found])
+    zeros = None if scheme.symmetric else torch.cat([one.zero for one in found if one.zero is not None])
+    return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme))
+
+
+@dataclass
+class _Params:
+    """scale ``[rows, groups]`` in storage dtype, zero int16 or None."""
+
+    scale: Tensor
+    zero: Tensor | None
+
+
+class _Groups:
+    """Some rows' groups, ``[rows, groups, width]``, and the best scale and zero of each so far. gain: ``[1, groups, width]``."""
+
+    def __init__(self, groups: Tensor, gain: Tensor, scheme: Scheme) -> None:
+        self.groups, self.gain, self.scheme = groups, gain, scheme
+        self.low, self.high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        self.found = _Params(*affine.params_from_range(self.low, self.high, scheme))
+        self.error = self._error(self._codes(self.found), self.found)
+
+    def best(self) -> _Params:
+        """Scale and zero with the smallest weighted squared error of those tried."""
+        for shrink in SHRINKS[1:]:
+            self._try(_Params(*affine.params_from_range(self.low * shrink, self.high * shrink, self.scheme)))
+        if not self.scheme.symmetric:
+            self._try(self._half_quadratic())
+        for _ in range(FITS):
+            self._try(self._fit(self.found))
+        return self.found
+
+    def _codes(self, params: _Params) -> Tensor:
+        """Codes minus zero."""
+        offset = self._offset(params)
+        codes = (self.groups / params.scale.float().unsqueeze(-1)).round_()
+        return codes.clamp_(-offset, self.scheme.levels - 1 - offset)
+
+    def _offset(self, params: _Params) -> Tensor:
+        if params.zero is None:
+            return torch.full_like(params.scale, float(self.scheme.midpoint), dtype=torch.float32).unsqueeze(-1)
+        return params.zero.float().unsqueeze(-1)
+
+    def _error(self, codes: Tensor, params: _Params) -> Tensor:
+        delta = (codes * params.scale.float().unsqueeze(-1)).sub_(self.groups)
+        return delta.square_().mul_(self.gain).sum(-1)
+
+    def _try(self, params: _Params) -> None:
+        error = self._error(self._codes(params), params)
+        better = error < self.error
+        self.error = torch.where(better, error, self.error)
+        self.found.scale = torch.where(better, params.scale, self.found.scale)
+        if params.zero is not None and self.found.zero is not None:
+            self.found.zero = torch.where(better, params.zero, self.found.zero)
+
+    def _half_quadratic(self) -> _Params:
+        """Scale of the extremes, zero point by half-quadratic splitting, rounded; then the scale that fits its codes."""
+        top = self.scheme.levels - 1
+        scale = affine.store_scale((self.high - self.low) / top, self.scheme)
+        step = scale.float().unsqueeze(-1)
+        zero = -self.low.unsqueeze(-1) / step
+        weights = self.gain / self.gain.sum(-1, keepdim=True).clamp(min=1e-30)
+        for _ in range(ITERATIONS):
+            codes = (self.groups / step + zero).round_().clamp_(0, top)
+            left = self.groups - (codes - zero) * step
+            size = left.abs().clamp_(min=1e-8)
+            outliers = size.sub_(size.rsqrt().div_(BETA)).clamp_(min=0).copysign_(left)  # p = 1/2
+            zero = (codes - (self.groups - outliers) / step).mul_(weights).sum(-1, keepdim=True)
+        return self._fit(_Params(scale, zero.squeeze(-1).round_().clamp_(0, top).to(torch.int16)))
+
+    def _fit(self, params: _Params) -> _Params:
+        """The scale with the least squares for the codes of ``params``, with the same zero."""
+        codes = self._codes(params)
+        square = (codes * codes).mul_(self.gain).sum(-1)
+        fitted = codes.mul_(self.groups).mul_(self.gain).sum(-1) / square.clamp(min=1e-30)
+        usable = (square > 0) & (fitted > 0)
+        return _Params(affine.store_scale(torch.where(usable, fitted, params.scale.float()), self.scheme), params.zero)

@@ -1,0 +1,88 @@
+"""Data-free rounding: against the extremes, against enumeration, and its channel factors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.algorithms.hqq import channel_factors, hqq
+from quantkit.core import affine
+from quantkit.core.scheme import Scheme
+
+
+def weighted(w: torch.Tensor, back: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    return ((back - w).double().square() * gain.double()).sum(1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    bits=st.integers(2, 8),
+    group=st.sampled_from([None, 16, 24]),
+    symmetric=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_weighted_error_is_never_above_that_of_the_extremes(
+    bits: int, group: int | None, symmetric: bool, seed: int
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(12, 40, generator=g) * torch.rand(12, 1, generator=g)
+    gain = torch.rand(40, generator=g) ** 3 + 1e-3
+    scheme = Scheme(bits, group, symmetric)
+    found, plain = (hqq(w, scheme, how, gain).quantized.dequantize() for how in ("search", "minmax"))
+    assert bool((weighted(w, found, gain) <= weighted(w, plain, gain) * (1 + 1e-5)).all())
+
+
+def test_scale_is_close_to_the_best_of_a_fine_grid() -> None:
+    """Oracle: every zero and 100 scales for each of some groups."""
+    g = torch.Generator().manual_seed(0)
+    w, gain = torch.randn(40, 16, generator=g), torch.rand(16, generator=g) + 0.1
+    scheme = Scheme(3, None, symmetric=False)
+    found = weighted(w, hqq(w, scheme, "search", gain).quantized.dequantize(), gain)
+    plain = weighted(w, hqq(w, scheme, "minmax").quantized.dequantize(), gain)
+    best = torch.full((40,), torch.inf, dtype=torch.float64)
+    span = (w.amax(1, keepdim=True) - w.amin(1, keepdim=True)) / 7
+    for shrink in torch.linspace(0.4, 1.2, 100).tolist():
+        scale = (span * shrink).half()
+        for zero in range(8):
+            zeros = torch.full((40, 1), zero, dtype=torch.int16)
+            back = affine.dequantize(affine.quantize(w, scale, zeros, scheme), scale, zeros, scheme)
+            best = torch.minimum(best, weighted(w, back, gain))
+    assert float((found / best).mean()) < 1.08
+    assert float((found / best).mean()) < 0.9 * float((plain / best).mean())
+
+
+def test_inputs_that_are_large_are_rounded_more_exactly() -> None:
+    w = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    gain = torch.ones(32)
+    gain[:4] = 1000
+    scheme = Scheme(4, 16, symmetric=False)
+    error = [(hqq(w, scheme, "search", i).quantized.dequantize() - w).square().mean(0) for i in (gain, None)]
+    assert float(error[0][:4].sum()) < 0.7 * float(error[1][:4].sum())
+
+
+def test_permuting_outputs_permutes_codes() -> None:
+    w = torch.randn(20, 32, generator=torch.Generator().manual_seed(2))
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+    scheme = Scheme(4, 16, symmetric=False)
+    assert torch.equal(hqq(w[order], scheme).quantized.codes, hqq(w, scheme).quantized.codes[order])
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(24), torch.full((24,), torch.nan)])
+def test_without_usable_importance_all_inputs_count_alike(bad: torch.Tensor) -> None:
+    w = torch.randn(6, 24, generator=torch.Generator().manual_seed(4))
+    scheme = Scheme(4, 8, symmetric=False)
+    assert hqq(w, scheme, "search", bad).quantized.equal(hqq(w, scheme).quantized)
+
+
+def test_zero_weights_stay_zero() -> None:
+    back = hqq(torch.zeros(3, 16), Scheme(4, 8, symmetric=False)).quantized.dequantize()
+    assert torch.equal(back, torch.zeros(3, 16))
+
+
+def test_factors_are_the_root_of_the_sizes_around_one() -> None:
+    size = torch.tensor([0.25, 1.0, 4.0])
+    factors = channel_factors(size)
+    assert float(factors.log().sum()) == pytest.approx(0, abs=1e-5)
+    assert float(factors[2] / factors[0]) == pytest.approx(4.0, rel=0.05)
+    torch.testing.assert_close(channel_factors(size * 100), factors)
+    assert bool((channel_factors(torch.tensor([0.0, 1.0])) > 0).all())
