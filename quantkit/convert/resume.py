@@ -178,7 +178,7 @@ class Work:
 def identity(plan: Plan) -> dict[str, Any]:
     """What decides the bytes of the result; part of the manifest. Reads the whole source for its hash."""
     calibration = None
-    w = plan.windows or plan.probe
+    w = plan.probe or plan.windows
     if w is not None:
         tokens = None if w.ids.is_meta else w.digest()  # not written yet: the model and the seed decide them
         calibration = {"text": w.name, "text_sha256": w.text_sha256, "tokens_sha256": tokens, "bos": w.bos}

@@ -17,7 +17,7 @@ def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
 
     Raises what ``Probe.measure`` raises, NumericsError for a damage that is not finite.
     """
-    allocation, windows = plan.allocation, plan.windows or plan.probe
+    allocation, windows = plan.allocation, plan.probe or plan.windows
     if allocation is None:
         return
     if work.finished is not None:  # all is written; the plan still says what is in it
