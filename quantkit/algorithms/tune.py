@@ -41,7 +41,7 @@ class TuneOptions:
     windows: int = 2
     held: int = 8
     reach: float = 0.5
-    scale_rate: float = 2e-3
+    scale_rate: float = 5e-3
     checks: int = 4
     seed: int = 0
 
