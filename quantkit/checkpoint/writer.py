@@ -71,11 +71,24 @@ class CheckpointWriter:
         with disk(self._parts.parent):
             self._parts.mkdir(parents=True, exist_ok=kept is not None)
 
-    def add_part(self, part: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None) -> None:
-        """Write some tensors to disk now. They may be freed afterwards. With facts (JSON), durably: see ``find_part``."""
+    def read(self, name: str) -> Tensor:
+        """A tensor that was written, read back from its part."""
+        from safetensors import safe_open
+
+        with safe_open(self._parts / f"{self.entries[name].part}.safetensors", framework="pt") as file:
+            value: Tensor = file.get_tensor(name)
+        return value
+
+    def add_part(
+        self, part: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None, *, over: bool = False
+    ) -> None:
+        """Write some tensors to disk now. They may be freed afterwards. With facts (JSON), durably: see ``find_part``.
+
+        over: they take the place of those that earlier parts hold under the same names.
+        """
         from safetensors.torch import save_file
 
-        twice = sorted(set(tensors) & set(self.entries))
+        twice = [] if over else sorted(set(tensors) & set(self.entries))
         if twice:
             raise CheckpointError(f"{twice[0]}: written twice")
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

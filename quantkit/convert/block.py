@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,8 @@ class BlockResult:
     folds: dict[str, dict[str, bool]] = field(default_factory=dict)  # block -> kind of producer -> can be scaled
     # block -> before, after: the relative squared error of its output on text held back; step: of learning that was the best
     tuning: dict[str, dict[str, float]] = field(default_factory=dict)
+    # of the end-to-end pass: windows, tokens, steps, divergence before and after
+    distilled: dict[str, Any] | None = None
 
 
 @dataclass

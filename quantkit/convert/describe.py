@@ -32,6 +32,11 @@ def describe(plan: Plan) -> str:
         )
     if plan.allocation is not None:
         lines += plan.allocation.describe()
+    if plan.distilled_on is not None:
+        w = plan.distilled_on
+        lines.append(
+            f"  distil    {w.ids.shape[0]} windows of {w.ids.shape[1]} tokens of {w.name}, seed {w.seed}: scales and norms learn, codes stay"
+        )
     for (shape, scheme), names in sorted(_schemes(plan).items()):
         lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
     lines += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,16 +27,22 @@ class Embedded(NamedTuple):
 
 
 def embed(
-    model: nn.Module, blocks: Blocks, weights: Weights, ids: Tensor, device: torch.device, stored: list[Tensor] | None
-) -> Embedded:
+    model: nn.Module, blocks: Blocks, weights: Weights, ids: Tensor, device: torch.device, stored: list[Tensor] | None,
+    tokens: int = BATCH_TOKENS, replaced: Mapping[str, Tensor] | None = None,
+) -> Embedded:  # fmt: skip
     """Hidden states in front of block 0, and the arguments of all blocks.
 
-    With ``stored`` states only the arguments are found out. Raises UnsupportedModel if the arguments depend on the tokens.
+    tokens: of a batch at most. replaced: other values for some parameters, by name (quantized embeddings). With ``stored`` states only the
+    arguments are found out. Raises UnsupportedModel if the arguments depend on the tokens.
     """
     names = before_blocks(weights, blocks)
     for name in names:
-        weights.load_parameter(name)
-    size = _batch_size(len(ids), max(1, BATCH_TOKENS // ids.shape[1]))
+        if replaced and name in replaced:
+            owner, _, local = name.rpartition(".")
+            model.get_submodule(owner)._parameters[local] = nn.Parameter(replaced[name].cpu(), requires_grad=False)
+        else:
+            weights.load_parameter(name)
+    size = _batch_size(len(ids), max(1, tokens // ids.shape[1]))
     states = [hold(state, device) for state in stored or []]
     calls: list[Call] = []
     for batch in torch.split(ids if stored is None else ids[:size], size):
@@ -58,14 +65,11 @@ def embed(
 def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
     """Parameters outside the blocks that embedding needs: all but the head (tied or not), which runs after them."""
     head = weights.model.get_output_embeddings()  # type: ignore[operator]
-    skip = {id(p) for p in head.parameters()} if head is not None else set()
-    embed = weights.model.get_input_embeddings()  # type: ignore[operator]
-    keep = {id(p) for p in embed.parameters()}
     return [
         name
-        for name, p in weights.parameters.items()
+        for name in weights.parameters
         if not name.startswith(f"{blocks.prefix}.")
-        and (id(p) not in skip or id(p) in keep)
+        and weights.model.get_submodule(name.rpartition(".")[0]) is not head
         and name not in weights.tied
     ]
 

@@ -67,6 +67,8 @@ class Sizes:
     paired: bool = False  # the original model's states and activations are kept beside the quantized ones
     measuring: int = 0  # bytes that finding out what each choice of bits costs takes; 0 if nothing is chosen
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
+    distil_states: int = 0  # bytes of the states of the end-to-end pass, of both models; 0 without one
+    distil: int = 0  # bytes of the rest of it
 
 
 def kernel_bytes() -> int:
@@ -85,6 +87,8 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
     self:   the whole model with its cache, before anything else
     measure: what each choice of bits does: head and embeddings, states and gradients of its few windows, a block or a part of the logits
+    distil: states of both models + all codes, where they are held + what learns, with Adam's moments + the parts outside the blocks
+            + one step: states in front of every block, one block's weights and activations with their gradients, a few tokens' logits
     outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
     generate: the written model, loaded whole, if that is small (GENERATE_BYTES) or no more than another phase
     copy:   states + three stored copies of the largest plain tensor (read, written, read back)
@@ -119,6 +123,8 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     else:
         factor = 5 * widest * widest * 8 if sizes.calibrated else 0
         phases["solve"] = states + read_block + hessians + factor + 9 * sizes.largest_group * f32
+    if sizes.distil_states:
+        phases["distil"] = sizes.distil_states + (0 if away else sizes.distil)
     if sizes.outside_bytes:
         phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
     if sizes.packed_model <= max(GENERATE_BYTES, *phases.values()):
@@ -141,6 +147,7 @@ def predict_device(sizes: Sizes) -> int:
     report:  the Hessian in float64, and a part of one weight three times
     fold, tune: as on a CPU
     self:    the whole model with its cache
+    distil:  as on a CPU, but for the states
     """
     f32, f64 = 4, 8
     widest = max(sizes.widths)
@@ -162,6 +169,7 @@ def predict_device(sizes: Sizes) -> int:
         "tune": _learning(sizes),
         "self": sizes.whole // 2 - base,  # in bfloat16
         "outside": 12 * CHUNK * f32 - base if sizes.outside_bytes else 0,
+        "distil": sizes.distil - base,
     }
     return base + max(phases.values())
 

@@ -56,6 +56,7 @@ class ConvertOptions:
     seq_len: int = 1024
     damping: float = 0.01
     tune_steps: int = 60  # of learning, per block: --method tune
+    distil: int = 0  # windows of the end-to-end pass, see convert.distil; 0: none
     seed: int = 0
     strict_groups: bool = False
     overwrite: bool = False
@@ -104,6 +105,7 @@ class ConvertOptions:
             )
         if not 1 <= self.tune_steps <= 100_000:
             raise RequestError(f"--tune-steps {self.tune_steps}: a whole number from 1 to 100000.")
+        self._check_distil()
         if not 0 < self.damping <= 1:
             raise RequestError(
                 f"--damping {self.damping}: a share of the Hessian's mean diagonal, above 0 and at most 1."
@@ -139,6 +141,18 @@ class ConvertOptions:
             return f"--target-bpw {self.target_bpw:g}"
         return f"--target-size {self.target_size}"
 
+    def _check_distil(self) -> None:
+        if self.distil < 0 or self.distil == 1:
+            raise RequestError(f"--distil {self.distil}: a number of windows, 2 or more; 0 for no end-to-end pass.")
+        if self.distil and self.activations is not None:
+            raise RequestError(
+                "--distil with --activations int8: the end-to-end pass has no gradient through rounded activations. Leave one of them out."
+            )
+        if self.distil > self.samples and self.calibration == "self":
+            raise RequestError(
+                f"--distil {self.distil} with --calibration self: the model writes {self.samples} windows. Use --samples {self.distil}."
+            )
+
     @property
     def scheme(self) -> Scheme:
         """What is not said otherwise; with a target only what rules start from, and what all options have in common."""
@@ -159,7 +173,8 @@ class ConvertOptions:
     @property
     def needs_data(self) -> bool:
         """True if calibration text is read: for the method's statistics, or for the scales of the KV cache."""
-        return self.method in algorithms.CALIBRATED or self.cache.wanted
+        writes = self.distil > 0 and self.calibration == "self"  # windows that the pass after the blocks takes
+        return self.method in algorithms.CALIBRATED or self.cache.wanted or writes
 
     @property
     def paired(self) -> bool:
@@ -191,8 +206,9 @@ class ConvertOptions:
         if self.method != "tune":
             data.pop("tune_steps")
         if not (self.needs_data or self.allocates):
-            for key in ("samples", "seq_len"):
-                data.pop(key)
+            data.pop("samples")
+            if not self.distil:
+                data.pop("seq_len")
         for key in ("bits",) if self.allocates else ("target_bpw", "target_size"):
             data.pop(key)
         return data
@@ -268,9 +284,14 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
     if options.allocates:
         useless["bits"] = f"{options.target} chooses the bits"
     if not (options.needs_data or options.allocates):
-        useless |= dict.fromkeys(("calibration", "samples", "seq_len"), f"--method {options.method} reads no text")
+        why = f"--method {options.method} reads no text"
+        useless["samples"] = why
+        if not options.distil:
+            useless |= dict.fromkeys(("calibration", "seq_len"), why)
         if not options.draws:
-            useless |= dict.fromkeys(("seed", "products"), f"--method {options.method} reads no text")
+            useless["products"] = why
+            if not options.distil:
+                useless["seed"] = why
     if not options.cache.wanted:
         useless["kv_scales"] = (
             "--kv-bits 16 keeps the cache as it is (a cache with scales needs --kv-bits 8, 4, 3, 2 or k4v2)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,25 @@ from torch import nn
 
 from quantkit.algorithms import CALIBRATED, FOLDING
 from quantkit.algorithms.awq import SEARCH_ROWS
+from quantkit.algorithms.distil import CHUNK_ELEMENTS, RESIDENT, window_batch
 from quantkit.algorithms.kv import SAMPLE_TOKENS
-from quantkit.calibrate.data import Windows, load_windows
+from quantkit.calibrate.data import Windows
 from quantkit.checkpoint.source import Source, TensorInfo, open_source
-from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer
+from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.allocation import Allocation, cache_bytes, head_width, plan_allocation, with_allocation
 from quantkit.convert.device import check_device
-from quantkit.convert.drawn import draw
 from quantkit.convert.embed import before_blocks
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import BATCH_TOKENS, Prediction, Sizes, kernel_bytes, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
-from quantkit.convert.probe import TOKENS, WINDOWS
-from quantkit.convert.sample import fallback
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
-from quantkit.core.host import size_text
+from quantkit.convert.windows import distil_windows, few_tokens, read_probe, read_windows
+from quantkit.core.host import available_bytes, size_text
 from quantkit.core.kvpages import CUTS, SEARCHED_AT_ONCE
-from quantkit.errors import QuantkitError, RequestError
+from quantkit.errors import RequestError
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.experts import expert_linears, routers
 from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
@@ -53,6 +52,7 @@ class Plan:
     weights: Weights
     tokenizer: Any
     windows: Windows | None
+    distilled_on: Windows | None  # windows of the end-to-end pass
     targets: dict[
         str, Target
     ]  # by parameter name of the module, e.g. "model.layers.0.mlp.up_proj"; head and embeddings too
@@ -128,6 +128,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     probed = None if options.needs_data else read_probe(options, tokenizer, model, problems)
     fixed = plain_bytes(weights, plain, [*split, *rewritten]) + cache_bytes(options, form, model)
     allocation = plan_allocation(options, form, weights, chosen, fixed)
+    distilled_on = distil_windows(options, windows, tokenizer, model, problems)
     if windows is not None and windows.ids.is_meta:
         warnings.append(selftext.note(options, _whole(weights, options)))
     if options.method == "tune" and any(expert_linears(block) for block in blocks.modules):
@@ -159,7 +160,7 @@ def make_plan(options: ConvertOptions) -> Plan:
         shown = ", ".join(behind[:5]) + (f" and {len(behind) - 5} more" if len(behind) > 5 else "")
         warnings.append(f"not copied from the source (code, pickles, other data): {shown}")
     return Plan(
-        options, source, form, model, blocks, weights, tokenizer, windows, targets, plain, split, rewritten, problems, warnings, prediction, device,
+        options, source, form, model, blocks, weights, tokenizer, windows, distilled_on, targets, plain, split, rewritten, problems, warnings, prediction, device,
         allocation, None, probed,
     )  # fmt: skip
 
@@ -226,75 +227,6 @@ def plain_bytes(weights: Weights, plain: Sequence[str], cut: Sequence[str]) -> i
     )
 
 
-def read_probe(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
-    """Text to measure damage on, for a method that reads none itself."""
-    if not options.allocates:
-        return None
-    if options.calibration == selftext.NAME:
-        problems.append(
-            f"--calibration self with --method {options.method}: {options.target} measures on a text. Name one."
-        )
-        return None
-    few = replace(options, samples=min(options.samples, WINDOWS), seq_len=min(options.seq_len, TOKENS))
-    return _read_windows(few, tokenizer, model, problems)
-
-
-def read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
-    """The calibration text as tokens, None if none is needed or a problem was added."""
-    config: Any = model.config
-    limit = getattr(config, "max_position_embeddings", None)
-    if not options.needs_data:
-        try:
-            check_vocabulary(fallback(tokenizer), config.to_dict(), options.source)
-            return draw(tokenizer, config.vocab_size, limit, options.seed) if options.draws else None
-        except QuantkitError as error:
-            problems.append(str(error))
-        return None
-    return _read_windows(options, tokenizer, model, problems)
-
-
-def _read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
-    config: Any = model.config
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and options.seq_len > limit:
-        problems.append(
-            f"--seq-len {options.seq_len} exceeds the model's context of {limit}. Use --seq-len {limit} or less."
-        )
-    try:
-        if options.calibration == selftext.NAME:
-            return selftext.planned(options, tokenizer)
-        return load_windows(
-            options.calibration,
-            tokenizer,
-            samples=options.samples,
-            seq_len=options.seq_len,
-            seed=options.seed,
-            vocab_size=config.vocab_size,
-        )
-    except QuantkitError as error:
-        problems.append(str(error))
-        return None
-
-
-def few_tokens(tokens: int, blocks: Blocks) -> list[str]:
-    """A note if there are fewer tokens than the widest linear has inputs: its Hessian cannot have full rank then, and what is left is
-    decided by the damping. Experts, which see a share of the tokens, are counted when they have run."""
-    experts = {name for block in blocks.modules for name in expert_linears(block)}
-    widths = [
-        linear.in_features
-        for block in blocks.modules
-        for name, linear in block_linears(block).items()
-        if name not in experts
-    ]
-    widest = max(widths, default=0)
-    if tokens >= widest:
-        return []
-    return [
-        f"{tokens} calibration tokens are fewer than the {widest} inputs of the widest linear: the result will be poor, and the errors "
-        "that are reported (measured on these very tokens) too small. Use more --samples or a longer --seq-len"
-    ]
-
-
 def _sizes(
     options: ConvertOptions, weights: Weights, blocks: Blocks, targets: dict[str, Target], plain: list[str],
     split: list[str], windows: Windows | None,
@@ -340,6 +272,7 @@ def _sizes(
         paired=options.paired and windows is not None,
         fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
+        **_distil_bytes(options, weights, blocks, targets),
         outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
         kv_sample_bytes=kv_sample_bytes(config, options),
     )
@@ -347,6 +280,32 @@ def _sizes(
 
 def _linear_weights(block: nn.Module) -> int:
     return sum(linear.weight.numel() for linear in block_linears(block).values())
+
+
+def _distil_bytes(
+    options: ConvertOptions, weights: Weights, blocks: Blocks, targets: dict[str, Target]
+) -> dict[str, int]:
+    """What the end-to-end pass takes, see ``memory.predict``."""
+    if not options.distil:
+        return {}
+    config: Any = weights.model.config
+    step = window_batch(options.distil, options.seq_len) * options.seq_len
+    linears = [t for t in targets.values() if t.kind == "linear"]
+    codes = sum(t.out_features * t.in_features for t in linears)
+    groups = sum(t.out_features * t.scheme.groups(t.in_features) for t in linears)
+    outside = sum(
+        p.numel()
+        for name, p in weights.parameters.items()
+        if not name.startswith(f"{blocks.prefix}.") and name not in weights.tied
+    )
+    block = max(sum(p.numel() for p in one.parameters()) for one in blocks.modules)
+    inner = max(sum(m.in_features + m.out_features for m in block_linears(one).values()) for one in blocks.modules)
+    held = codes if codes < RESIDENT * available_bytes() else 0
+    one_step = 4 * step * ((len(blocks) + 2) * config.hidden_size + 3 * inner) + 4 * 4 * block
+    return {
+        "distil_states": 2 * 4 * options.distil * options.seq_len * config.hidden_size,
+        "distil": held + 28 * groups + 4 * outside + one_step + 6 * 4 * CHUNK_ELEMENTS,
+    }
 
 
 def _fold_bytes(linears: Mapping[str, nn.Linear], experts: Mapping[str, tuple[str, int]]) -> int:

@@ -71,6 +71,7 @@ class ConvertReport:
     notes: list[str] = field(default_factory=list)  # what happened on the way, see BlockResult
     allocation: dict[str, Any] | None = None  # of bits chosen within a size, see convert.settle.Settled.summary
     tuning: dict[str, dict[str, float]] = field(default_factory=dict)  # by block, see BlockResult
+    distilled: dict[str, Any] | None = None  # see BlockResult
     cache: dict[str, Any] | None = None  # of a quantized KV cache, see convert.cache.summary
 
     @property
@@ -94,18 +95,20 @@ class ConvertReport:
             "cache": self.cache,
             "allocation": self.allocation,
             "tuning": self.tuning,
+            "distilled": self.distilled,
             "layers": layers,
         }
 
     def learned(self) -> dict[str, Any]:
-        """``tuning`` for JSON, if the method learns."""
-        return {"tuning": self.tuning} if self.tuning else {}
+        """What was learned, for the manifest: ``tuning`` if the method learns, ``distilled`` if there was an end-to-end pass."""
+        tuning = {"tuning": self.tuning} if self.tuning else {}
+        return {**tuning, **({} if self.distilled is None else {"distilled": self.distilled})}
 
     def restore(self, stored: dict[str, Any]) -> None:
         """Undo ``to_store``."""
         self.verified_tensors, self.sample, self.notes = stored["verified_tensors"], stored["sample"], stored["notes"]
         self.kv_bits, self.cache = stored["kv_bits"], stored["cache"]
-        self.allocation = stored["allocation"]
+        self.allocation, self.distilled = stored["allocation"], stored["distilled"]
         self.tuning = stored["tuning"]
         self.layers = [LayerReport(**layer) for layer in stored["layers"]]
 
@@ -119,6 +122,7 @@ class ConvertReport:
             "kv_bits": self.kv_bits,
             "cache": self.cache,
             "allocation": self.allocation,
+            "distilled": self.distilled,
             "seconds": round(self.seconds, 1),
             "peak_host_bytes": self.peak_host_bytes,
             "predicted_host_bytes": self.predicted_host_bytes,
@@ -166,6 +170,12 @@ class ConvertReport:
             lines.append(
                 f"  learned   squared error of a block's output on text held back {ends[0]:.3g} -> {ends[1]:.3g} of its size on average"
                 + (f"; {kept} of {len(self.tuning)} blocks stay as they started" if kept else "")
+            )
+        if self.distilled is not None:
+            d = self.distilled
+            lines.append(
+                f"  distilled divergence on windows kept back {d['kl_before']:.4f} -> {d['kl_after']:.4f}, {d['steps']} steps, "
+                f"{d['tokens']} tokens{'' if d['kept'] else ' (thrown away)'}; the errors above are those before it"
             )
         if self.cache is not None:
             lines += summary_lines(self.cache)

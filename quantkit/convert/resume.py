@@ -109,9 +109,9 @@ class Work:
             write_record(self.folder / "job.json", job)
         return job
 
-    def record(self, part: str, result: BlockResult) -> None:
-        """Keep one finished step, durably."""
-        self.writer.add_part(part, result.parts, _facts(result))
+    def record(self, part: str, result: BlockResult, *, over: bool = False) -> None:
+        """Keep one finished step, durably. over: its tensors replace those of earlier steps."""
+        self.writer.add_part(part, result.parts, _facts(result), over=over)
 
     def replay(self, part: str) -> BlockResult | None:
         """What an earlier process recorded (without its tensors, which count as written), or None."""
@@ -177,21 +177,24 @@ class Work:
 
 def identity(plan: Plan) -> dict[str, Any]:
     """What decides the bytes of the result; part of the manifest. Reads the whole source for its hash."""
-    calibration = None
-    w = plan.probe or plan.windows
-    if w is not None:
-        tokens = None if w.ids.is_meta else w.digest()  # not written yet: the model and the seed decide them
-        calibration = {"text": w.name, "text_sha256": w.text_sha256, "tokens_sha256": tokens, "bos": w.bos}
+    windows = plan.probe or plan.windows
+    calibration = None if windows is None else _text(windows)
     return {
         "quantkit_version": __version__,
         "source_sha256": plan.source.digest(),
         "options": plan.options.for_manifest(),
         "calibration": calibration,
+        **({} if plan.distilled_on is None else {"distilled_on": _text(plan.distilled_on)}),
         "device": device_name(plan.device),
         "products": choose_products(plan.options.products, plan.device),
         "versions": {"torch": torch.__version__, "transformers": version("transformers"), "numpy": version("numpy")},
         "threads": torch.get_num_threads(),
     }
+
+
+def _text(windows: Windows) -> dict[str, Any]:
+    tokens = None if windows.ids.is_meta else windows.digest()  # not written yet: the model and the seed decide them
+    return {"text": windows.name, "text_sha256": windows.text_sha256, "tokens_sha256": tokens, "bos": windows.bos}
 
 
 def job_of(plan: Plan) -> dict[str, Any]:
@@ -247,13 +250,16 @@ def _facts(result: BlockResult) -> dict[str, Any]:
         "notes": result.notes,
         "folds": result.folds,
         "tuning": result.tuning,
+        "distilled": result.distilled,
     }
 
 
 def _result(facts: dict[str, Any]) -> BlockResult:
     kv = {name: from_record(one) for name, one in facts["kv"].items()}
     layers = [LayerReport(**layer) for layer in facts["layers"]]
-    return BlockResult({}, facts["decisions"], layers, kv, facts["notes"], facts["folds"], facts["tuning"])
+    return BlockResult(
+        {}, facts["decisions"], layers, kv, facts["notes"], facts["folds"], facts["tuning"], facts["distilled"]
+    )
 
 
 def _lock(folder: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
 from quantkit.calibrate.products import choose_products
 from quantkit.calibrate.transfer import hold
-from quantkit.convert import selftext
+from quantkit.convert import distil, selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.cache import engine_scales, summary
 from quantkit.convert.device import peak_device_bytes, release_memory, working_on
@@ -109,6 +109,8 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     try:
         if plan.windows is not None and plan.windows.ids.is_meta:
             plan.windows = work.text() or _own_text(plan, work, listen)
+            if plan.distilled_on is not None:
+                plan.distilled_on = replace(plan.windows, ids=plan.windows.ids[: plan.options.distil])
         with working_on(plan.device, choose_products(plan.options.products, plan.device)):
             settle(plan, work, lambda done, total: listen(Progress("measure", done, total)))
             report = _Conversion(plan, work, listen).run()
@@ -233,10 +235,10 @@ class _Conversion:
         """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
         plan, total = self.plan, len(self.plan.blocks)
         cache = self._decide_cache()
-        self.work.states.clear()
         self.report.notes += missing_folds(self.folds)
         self.listen(Progress("copy", total, total, self._last_error()))
         self._quantize_outside()
+        self._distil()
         self._copy_plain()
         self.writer.fresh_folder()
         write_beside(
@@ -346,12 +348,27 @@ class _Conversion:
                 self.work.record(f"outside-{i}", result)
             self._collect(result)
 
+    def _distil(self) -> None:
+        """The end-to-end pass; what it changes replaces what the blocks' parts hold."""
+        plan = self.plan
+        if plan.distilled_on is not None:
+            result = self.work.replay(distil.PART)
+            if result is None:
+                result = distil.distil(plan, self.work, plan.distilled_on, lambda *where: self.listen(Progress(*where)))
+                self.work.record(distil.PART, result, over=True)
+            self._collect(result)
+            self.report.distilled = result.distilled
+        self.work.states.clear()
+
     def _copy_plain(self) -> None:
-        """What is not quantized, unchanged, one tensor at a time; small ones share a part."""
+        """What is not quantized, unchanged, one tensor at a time; small ones share a part. Learned norms are written already."""
         plan, small = self.plan, {}
+        learned = {name for name, entry in self.writer.entries.items() if entry.part == distil.PART}
         reads: list[tuple[str, Callable[[str], Tensor], str]] = [(name, self._finite, name) for name in plan.plain]
         reads += [(plan.weights.names[name], plan.weights.raw, name) for name in plan.split]
         for i, (name, read, what) in enumerate(reads):
+            if name in learned:
+                continue
             if self.work.replay(f"plain-{i:05d}") is not None:
                 continue
             tensor = read(what)

@@ -8,7 +8,7 @@ unchanged, and the model's own forward runs once. Masks, rotary tables and flags
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +167,11 @@ def forward_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
 @torch.no_grad()
 def run_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
     """What follows the blocks but the head, by the model's own forward: the last block's output -> final hidden state."""
+    return forward_norm(model, blocks, input_ids, hidden)
+
+
+def forward_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
+    """As ``run_norm``, recording for gradients where the caller does."""
     trunk: Any = model.base_model
 
     def final() -> Tensor | None:
@@ -198,6 +203,22 @@ def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | Non
             if found is not None:
                 return found
     raise UnsupportedModel(f"{blocks.prefix}: blocks that return neither a hidden state nor a tuple are not supported.")
+
+
+@contextlib.contextmanager
+def given(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Parameters of a module, by name inside it, replaced for a while by tensors that need not be parameters (gradients go through)."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for name, value in values.items():
+            owner, _, local = name.rpartition(".")
+            held: dict[str, Any] = module.get_submodule(owner)._parameters
+            before.append((held, local, held[local]))
+            held[local] = value
+        yield
+    finally:
+        for held, local, value in reversed(before):
+            held[local] = value
 
 
 def same_call(a: Call, b: Call) -> bool:

@@ -127,6 +127,14 @@ def test_kv_scales_rules_and_text_of_its_own_survive_kills(
 
 
 @pytest.mark.slow
+def test_distilled_scales_survive_kills(
+    killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = dict(method="awq", distil=8)
+    killer(tmp_path / "k", tiny_original, calibration_text, moments=6, again=2, hard=1, **options)
+
+
+@pytest.mark.slow
 def test_bits_by_layer_survive_kills(
     killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,334 @@
+"""The end-to-end pass after the blocks: scales and norms learn to give the original's distribution (``algorithms.distil``), the codes stay.
+
+One step takes a few windows through all blocks and back. Memory does not grow with the model beyond its packed size: of a step only the states in
+front of each block are kept, and each block runs again on the way back (activation checkpointing, Chen et al., arXiv 1604.06174); its weights
+are made float when they are used, from codes that are held, or read again each time where they would take much of the memory that is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.algorithms import distil as algorithm
+from quantkit.algorithms.distil import DistilOptions, LearnedNorm, LearnedScales, divergence, rate_at
+from quantkit.calibrate.capture import advance
+from quantkit.calibrate.data import Windows
+from quantkit.checkpoint.writer import CheckpointWriter, tensor_sha256
+from quantkit.convert.block import BlockResult
+from quantkit.convert.embed import embed
+from quantkit.convert.plan import Plan
+from quantkit.convert.resume import Work
+from quantkit.convert.verify import decision_sha256
+from quantkit.core.host import available_bytes
+from quantkit.core.qtensor import QuantTensor
+from quantkit.errors import NumericsError
+from quantkit.model.skeleton import block_linears
+from quantkit.model.stepper import Call, forward_block, forward_norm, given
+from quantkit.runtime.load import load_parameters
+from quantkit.runtime.model import head_only
+
+PART = "distilled"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Listener = Callable[[str, int, int, str], None]
+"""Called as ``listen(what, done, of how many, a word)``."""
+"""Called as ``listen(steps done, steps in all, a word)``."""
+
+
+def distil(plan: Plan, work: Work, windows: Windows, listen: Listener) -> BlockResult:
+    """Learn, and return what has changed: scales and norms as they are stored, decisions, and the divergence before and after.
+
+    Everything else of the model must have been written. If the windows kept back are not foretold better than before, nothing changes, and the
+    result says so. Raises NumericsError if the divergence is not finite.
+    """
+    with torch.enable_grad():
+        return _Pass(plan, work, windows, listen).run()
+
+
+@dataclass
+class _Block:
+    """One block's learned parts, by parameter name inside it."""
+
+    scales: dict[str, LearnedScales] = field(default_factory=dict)
+    norms: dict[str, LearnedNorm] = field(default_factory=dict)
+
+    def learned(self) -> Iterator[nn.Parameter]:
+        yield from (one.delta for one in self.scales.values())
+        yield from (one.delta for one in self.norms.values())
+
+
+class _Student:
+    """The quantized model as it was written, one block at a time, and what of it learns."""
+
+    def __init__(self, plan: Plan, writer: CheckpointWriter) -> None:
+        self.plan, self.writer = plan, writer
+        self.targets = {f"{name}.weight": target for name, target in plan.targets.items()}
+        total = sum(t.out_features * t.in_features for t in plan.targets.values() if t.kind == "linear")
+        self._held: dict[int, dict[str, QuantTensor | Tensor]] | None = (
+            {} if total < algorithm.RESIDENT * available_bytes() else None
+        )
+        self.blocks = [self._learned(index) for index in range(len(plan.blocks))]
+        prefix, linears = (
+            f"{plan.blocks.prefix}.",
+            {f"{n}." for n, m in plan.model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))},
+        )
+        self.norms = {
+            name: LearnedNorm(self._plain(name), stored)
+            for name, p in plan.weights.parameters.items()
+            if not name.startswith(prefix) and p.dim() == 1 and f"{name.rpartition('.')[0]}." not in linears
+            for stored in (self._dtype(name),)
+        }
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that learns, always in the same order."""
+        return [p for block in self.blocks for p in block.learned()] + [norm.delta for norm in self.norms.values()]
+
+    def forward(self, index: int, hidden: Tensor, call: Call) -> Tensor:
+        """One block, recording where the caller does."""
+        block, values = self.blocks[index], {}
+        for name, stored in self._values(index).items():
+            if isinstance(stored, QuantTensor):
+                values[name] = block.scales[name].weight(stored)
+            else:
+                values[name] = block.norms[name].value() if name in block.norms else stored
+        with given(self.plan.blocks.modules[index], values):
+            return forward_block(self.plan.blocks.modules[index], hidden, call)
+
+    def outside(self) -> dict[str, Tensor]:
+        """Head and embeddings that are quantized, dequantized, by parameter name."""
+        return {t.parameter: self._quantized(t.parameter).dequantize() for t in self.plan.outside()}
+
+    def round_(self) -> None:
+        """Let scales and norms be what will be stored."""
+        for index, block in enumerate(self.blocks):
+            for name, scales in block.scales.items():
+                scales.round_(self.targets[f"{self.plan.blocks.name(index)}.{name}"].scheme)
+            for norm in block.norms.values():
+                norm.round_()
+        for norm in self.norms.values():
+            norm.round_()
+
+    def collect(self, result: BlockResult) -> None:
+        """What is stored differently now."""
+        for index, block in enumerate(self.blocks):
+            values, prefix = self._values(index), self.plan.blocks.name(index)
+            for name, scales in block.scales.items():
+                q, target = scales.result(values[name]), self.targets[f"{prefix}.{name}"]  # type: ignore[arg-type]
+                result.decisions[target.name] = decision_sha256(q.to("cpu"))
+                for part, value in self.plan.format.encode(q.to("cpu")).items():
+                    self._changed(f"{target.name}.{part}", value, result)
+            for name, norm in block.norms.items():
+                self._changed(self.plan.weights.names[f"{prefix}.{name}"], norm.result().cpu(), result)
+        for name, norm in self.norms.items():
+            self._changed(self.plan.weights.names[name], norm.result().cpu(), result)
+
+    def _changed(self, stored: str, value: Tensor, result: BlockResult) -> None:
+        entry = self.writer.entries.get(stored)
+        if entry is None or entry.sha256 != tensor_sha256(value):
+            result.parts[stored] = value
+
+    def _learned(self, index: int) -> _Block:
+        block, prefix = _Block(), self.plan.blocks.name(index)
+        linears = block_linears(self.plan.blocks.modules[index])
+        for name, value in self._values(index).items():
+            if isinstance(value, QuantTensor):
+                block.scales[name] = LearnedScales(value.scales)
+            elif value.dim() == 1 and name.rpartition(".")[0] not in linears:
+                block.norms[name] = LearnedNorm(value, self._dtype(f"{prefix}.{name}"))
+        return block
+
+    def _values(self, index: int) -> dict[str, QuantTensor | Tensor]:
+        """Every parameter of a block as it was written, on the device: quantized ones as codes, others in float32."""
+        if self._held is not None and index in self._held:
+            return self._held[index]
+        prefix, found = self.plan.blocks.name(index), {}
+        for local, _ in self.plan.blocks.modules[index].named_parameters():
+            name = f"{prefix}.{local}"
+            found[local] = self._quantized(name) if name in self.targets else self._plain(name)
+        if self._held is not None:
+            self._held[index] = found
+        return found
+
+    def _quantized(self, name: str) -> QuantTensor:
+        target = self.targets[name]
+        local = {n.removeprefix(f"{target.name}."): n for n in self.writer.entries if n.startswith(f"{target.name}.")}
+        parts = {part: self.writer.read(full) for part, full in local.items()}
+        return self.plan.format.decode(parts, target.scheme).to(self.plan.device)
+
+    def _plain(self, name: str) -> Tensor:
+        stored = self.plan.weights.names[name]
+        if stored in self.writer.entries:
+            return self.writer.read(stored).to(self.plan.device).float()
+        return self.plan.weights.read(name, self.plan.device)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.plan.source.info(self.plan.weights.stored(name)).dtype
+
+
+class _Pass:
+    """The training itself: windows, the original's final states, steps, and the judgement at the end."""
+
+    def __init__(self, plan: Plan, work: Work, windows: Windows, listen: Listener) -> None:
+        self.plan, self.work, self.listen = plan, work, listen
+        self.options = DistilOptions()
+        size = algorithm.window_batch(*windows.ids.shape)
+        order = torch.randperm(len(windows.ids), generator=torch.Generator().manual_seed(windows.seed))
+        ids = windows.ids[order[: len(order) // size * size]]
+        self.batches = list(ids.split(size))
+        self.held = max(1, len(self.batches) // algorithm.HELD)
+        self.steps = len(self.batches) - self.held
+        with torch.no_grad():
+            self.student = _Student(plan, work.writer)
+            self.outside = self.student.outside()
+            self.states, calls = self._embedded(ids, {})
+            self.calls = [call.to(plan.device) for call in calls]
+            original = [state.clone() for state in self.states]
+            if any(
+                target.kind != "head" for target in plan.outside()
+            ):  # the quantized model starts from other embeddings
+                self.states = self._embedded(ids, self.outside)[0]
+            self.targets = self._original(original)
+        self.adam = torch.optim.Adam(self.student.parameters(), lr=self.options.rate, betas=self.options.betas)
+
+    def run(self) -> BlockResult:
+        before = self._judge()
+        first = self._resume()
+        for step in range(first, self.steps):
+            self._step(step)
+            self._keep(step + 1)
+        after = self._judge(rounded=True)
+        result = BlockResult()
+        result.distilled = {
+            "windows": len(self.states) * self.batches[0].shape[0], "tokens": self.steps * self.batches[0].numel(), "steps": self.steps,
+            "kl_before": before, "kl_after": after, "kept": after < before,
+        }  # fmt: skip
+        if after < before:
+            self.student.collect(result)
+        else:
+            result.notes.append(
+                f"--distil: the windows kept back have a divergence of {after:.4f} after it and {before:.4f} before; nothing was changed"
+            )
+        return result
+
+    def _embedded(self, ids: Tensor, outside: dict[str, Tensor]) -> tuple[list[Tensor], list[Call]]:
+        """States in front of block 0, one tensor per step, and every block's arguments."""
+        plan, tokens = self.plan, self.batches[0].numel()
+        found = embed(plan.model, plan.blocks, plan.weights, ids, plan.device, None, tokens, outside)
+        return found.states, found.calls
+
+    def _original(self, found: list[Tensor]) -> list[Tensor]:
+        """Final hidden states of the original from those in front of its first block, one block in memory at a time. What is outside the blocks
+        is loaded afterwards, and stays."""
+        plan = self.plan
+        for index, block in enumerate(plan.blocks.modules):
+            self.listen("original", index, len(plan.blocks), "")
+            plan.weights.load(plan.blocks.name(index), plan.device)
+            advance(block, found, self.calls[index])
+            plan.weights.release(plan.blocks.name(index))
+        outside = [name for name in plan.weights.parameters if not name.startswith(f"{plan.blocks.prefix}.")]
+        load_parameters(plan.model, plan.weights, outside, plan.device)
+        for step, state in enumerate(found):
+            found[step] = forward_norm(
+                plan.model, plan.blocks, self.batches[step].to(plan.device), state.to(plan.device)
+            ).cpu()
+        return found
+
+    def _step(self, step: int) -> None:
+        """One step of Adam."""
+        for group in self.adam.param_groups:
+            group["lr"] = rate_at(step, self.steps, self.options)
+        crossed: list[Tensor] = []
+        hidden = self.states[step].to(self.plan.device)
+        with torch.no_grad():  # the way back runs each block again
+            for index, call in enumerate(self.calls):
+                crossed.append(hidden)
+                hidden = self.student.forward(index, hidden, call)
+        loss, grad = self._tail(step, hidden)
+        self.listen("distil", step, self.steps, f"divergence {loss:.4f}")
+        for index in range(len(crossed) - 1, -1, -1):
+            hidden = crossed.pop().detach().requires_grad_(index > 0)
+            torch.autograd.backward(self.student.forward(index, hidden, self.calls[index]), grad)
+            grad = hidden.grad if index > 0 else grad  # type: ignore[assignment]
+        for p in (
+            self.student.parameters()
+        ):  # an expert that no token reached learns nothing, but has its place in the record
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def _tail(self, step: int, hidden: Tensor) -> tuple[float, Tensor]:
+        """Divergence of one step's windows, and its gradient for the last block's output."""
+        plan, ids = self.plan, self.batches[step].to(self.plan.device)
+        leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
+        with given(plan.model, {name: norm.value() for name, norm in self.student.norms.items()}):
+            final = forward_norm(plan.model, plan.blocks, ids, leaf)
+        target = self.targets[step].to(plan.device)
+        vocab = int(plan.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+        loss, grad = divergence(
+            final.detach().flatten(0, 1), target.flatten(0, 1), self._head, self._original_head, vocab
+        )
+        if loss != loss or abs(loss) == float("inf"):
+            raise NumericsError(
+                f"--distil: the divergence of step {step} is {loss}. Convert without --distil; a model that overflows cannot be distilled."
+            )
+        if leaf.requires_grad:
+            final.backward(grad.view_as(final))
+            assert leaf.grad is not None
+            return loss, leaf.grad
+        return loss, leaf
+
+    def _original_head(self, final: Tensor) -> Tensor:
+        logits: Tensor = head_only(self.plan.model)(inputs_embeds=final[None], use_cache=False).logits[0]
+        return logits
+
+    def _head(self, final: Tensor) -> Tensor:
+        with given(self.plan.model, self._quantized_head()):
+            return self._original_head(final)
+
+    def _quantized_head(self) -> dict[str, Tensor]:
+        """The head's weight as it was written, where that is quantized; the tied matrix under both of its names."""
+        tied = {name: self.outside[twin] for name, twin in self.plan.weights.tied.items() if twin in self.outside}
+        return {**self.outside, **tied}
+
+    @torch.no_grad()
+    def _judge(self, rounded: bool = False) -> float:
+        """Divergence on the windows kept back. rounded: with scales and norms as they will be stored."""
+        exact = [p.clone() for p in self.student.parameters()] if rounded else []
+        if rounded:
+            self.student.round_()
+        total = 0.0
+        for step in range(self.steps, len(self.states)):
+            hidden = self.states[step].to(self.plan.device)
+            for index, call in enumerate(self.calls):
+                hidden = self.student.forward(index, hidden, call)
+            total += self._tail(step, hidden)[0]
+        for p, value in zip(self.student.parameters(), exact, strict=False):
+            p.copy_(value)
+        return total / self.held
+
+    def _keep(self, done: int) -> None:
+        """What a resumed job goes on from, now and then. The states' file is free: the blocks are done."""
+        learned = self.student.parameters()
+        moments = [self.adam.state[p][name] for p in learned for name in MOMENTS]
+        self.work.states.keep(len(self.calls) + done, [t.detach().cpu().contiguous() for t in (*learned, *moments)])
+
+    def _resume(self) -> int:
+        """Steps that an earlier process did; what it learned is taken up."""
+        learned = self.student.parameters()
+        found = self.work.states.latest(len(self.calls) + self.steps) if self.work.resumed else None
+        if found is None or found[0] <= len(self.calls):
+            return 0
+        done = found[0] - len(self.calls)
+        values = iter(found[1])
+        with torch.no_grad():
+            for p in learned:
+                p.copy_(next(values))
+        for p in learned:
+            moments = {name: next(values).to(p.device) for name in MOMENTS}
+            self.adam.state[p] = {"step": torch.tensor(float(done)), **moments}
+        return done

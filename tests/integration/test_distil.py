@@ -1,0 +1,133 @@
+"""``--distil``: scales and norms learn end to end, codes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import tiny_model as tiny_architecture
+from safetensors.torch import load_file
+
+import quantkit
+from quantkit.algorithms import distil as algorithm
+from quantkit.algorithms.distil import DistilOptions
+from quantkit.convert import distil as distil_pass
+from quantkit.errors import RequestError
+
+OPTIONS: dict[str, Any] = {"method": "rtn", "bits": 3, "group_size": 32, "format": "native", "seq_len": 64, "distil": 8}
+PLAIN = {name: value for name, value in OPTIONS.items() if name not in ("seq_len", "distil")}
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger steps over fewer tokens: a random model learns in a moment."""
+    monkeypatch.setattr(distil_pass, "DistilOptions", lambda: DistilOptions(rate=0.005, warmup=2))
+    monkeypatch.setattr(algorithm, "STEP_TOKENS", 64)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@pytest.mark.usefixtures("fast")
+def test_distilling_lowers_the_divergence_and_leaves_every_code(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    quantkit.convert(tiny_original, tmp_path / "plain", **PLAIN)
+    report = quantkit.convert(tiny_original, tmp_path / "learned", calibration=str(calibration_text), **OPTIONS)
+    assert report.distilled is not None
+    assert report.distilled["kept"]
+    assert report.distilled["kl_after"] < 0.98 * report.distilled["kl_before"]
+    before, after = weights(tmp_path / "plain"), weights(tmp_path / "learned")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.rpartition(".")[2] for name in changed} <= {"scales", "weight"}
+    assert {name for name in changed if name.endswith(".weight")} <= {name for name in before if "norm" in name}
+    assert sum(name.endswith(".scales") for name in changed) == 3 * 7
+    assert any("norm" in name for name in changed)
+
+
+@pytest.mark.usefixtures("fast")
+def test_codes_read_again_for_every_step_give_the_same_bytes(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantkit.convert(tiny_original, tmp_path / "held", calibration=str(calibration_text), **OPTIONS)
+    monkeypatch.setattr(algorithm, "RESIDENT", 0.0)
+    quantkit.convert(tiny_original, tmp_path / "read", calibration=str(calibration_text), **OPTIONS)
+    held, read = weights(tmp_path / "held"), weights(tmp_path / "read")
+    assert all(torch.equal(held[name], read[name]) for name in held)
+
+
+def test_what_makes_the_model_worse_is_thrown_away(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distil_pass, "DistilOptions", lambda: DistilOptions(rate=0.5, warmup=1))
+    monkeypatch.setattr(algorithm, "STEP_TOKENS", 64)
+    options = {**OPTIONS, "bits": 8}
+    report = quantkit.convert(tiny_original, tmp_path / "learned", calibration=str(calibration_text), **options)
+    assert report.distilled is not None
+    assert not report.distilled["kept"]
+    assert any("nothing was changed" in note for note in report.notes)
+    quantkit.convert(tiny_original, tmp_path / "plain", **{**PLAIN, "bits": 8})
+    plain, learned = weights(tmp_path / "plain"), weights(tmp_path / "learned")
+    assert all(torch.equal(plain[name], learned[name]) for name in plain)
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "awq", "samples": 8, "format": "compressed-tensors", "bits": 4},
+        {"method": "gptq", "samples": 8, "format": "gptq", "bits": 2, "group_size": 32, "kv_bits": 8, "kv_scales": "static"},
+        {"rules": ("lm_head=bits:8",)},
+        {"calibration": "self", "samples": 8, "distil": 4},
+    ],
+    ids=["awq, folded norms", "gptq, static cache", "tied matrix at 8 bits", "its own text"],
+)  # fmt: skip
+def test_every_way_of_converting_can_be_distilled(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    asked = {**OPTIONS, "calibration": str(calibration_text), **options}
+    report = quantkit.convert(tiny_original, tmp_path / "out", **asked)
+    assert report.distilled is not None
+    assert report.distilled["kept"]
+    assert quantkit.load(tmp_path / "out").generate("The old fox", max_tokens=2) is not None
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "falcon"])
+def test_other_architectures_can_be_distilled(
+    name: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_original)
+    tiny_architecture(name, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    report = quantkit.convert(tmp_path / "source", tmp_path / "out", calibration=str(calibration_text), **OPTIONS)
+    assert report.distilled is not None
+    assert report.distilled["kl_before"] > 0
+
+
+def test_requests_that_make_no_sense_are_refused(tiny_original: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--distil 1"):
+        quantkit.convert(tiny_original, tmp_path / "out", distil=1)
+    with pytest.raises(RequestError, match="no gradient through rounded activations"):
+        quantkit.convert(tiny_original, tmp_path / "out", method="rtn", activations="int8", distil=4)
+    with pytest.raises(RequestError, match="--samples 9"):
+        quantkit.convert(tiny_original, tmp_path / "out", calibration="self", samples=8, distil=9)
+
+
+def test_the_pass_is_told_in_report_and_manifest(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, quantkit: Callable[..., Any]
+) -> None:
+    run = quantkit(
+        "convert", tiny_original, "--out", tmp_path / "out", "--method", "rtn", "--bits", 3, "--group-size", 32, "--format", "native",
+        "--calibration", calibration_text, "--seq-len", 64, "--distil", 8,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "distilled divergence on windows kept back" in run.stdout
+    assert '"distilled"' in (tmp_path / "out" / "quantkit.json").read_text()
