@@ -81,11 +81,11 @@ def test_what_makes_the_model_worse_is_thrown_away(
     "options",
     [
         {"method": "awq", "samples": 8, "format": "compressed-tensors", "bits": 4},
-        {"method": "gptq", "samples": 8, "format": "gptq", "bits": 2, "group_size": 32, "kv_bits": 8, "kv_scales": "static"},
+        {"samples": 8, "format": "gptq", "kv_bits": 8, "kv_scales": "static"},
         {"rules": ("lm_head=bits:8",)},
         {"calibration": "self", "samples": 8, "distil": 4},
     ],
-    ids=["awq, folded norms", "gptq, static cache", "tied matrix at 8 bits", "its own text"],
+    ids=["awq, folded norms", "gptq format, static cache", "tied matrix at 8 bits", "its own text"],
 )  # fmt: skip
 def test_every_way_of_converting_can_be_distilled(
     tiny_original: Path, calibration_text: Path, tmp_path: Path, options: dict[str, Any]
