@@ -90,6 +90,17 @@ def test_a_job_that_stopped_goes_on_to_the_same_bytes(
     assert resumed.tuning == report.tuning
 
 
+def test_the_whole_model_is_distilled_after_its_blocks_were_tuned(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    given = {**TEXT, "samples": 16, "tune_steps": 4, "format": "native", "calibration": str(calibration_text)}
+    plain = quantkit.convert(tiny_original, out=tmp_path / "plain", **given)
+    both = quantkit.convert(tiny_original, out=tmp_path / "out", distil=8, **given)
+    assert both.tuning == plain.tuning
+    assert digest(tmp_path / "out")["quantkit.json"] != digest(tmp_path / "plain")["quantkit.json"]
+    assert both.verified_tensors == plain.verified_tensors
+
+
 def test_too_little_text_leaves_the_start_and_says_so(
     tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
