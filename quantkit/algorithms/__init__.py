@@ -24,7 +24,7 @@ Scales = Literal["minmax", "search"]
 METHODS = ("gptq", "awq", "tune", "smooth", "hqq", "rtn")  # what convert offers; calibrated ones first
 CALIBRATED = ("gptq", "awq", "tune", "smooth")
 DRAWN = ("hqq",)  # they read no text, but see what random tokens do
-FOLDING = ("awq", "tune", "smooth", "hqq")  # they scale channels before rounding: norms and biases change too
+FOLDING = ("awq", "tune", "smooth", "hqq")  # they always scale channels before rounding: norms and biases change too
 # They compare with what the original model would have: convert keeps its states beside the quantized ones.
 PAIRED: tuple[str, ...] = ("tune",)
 LATER = ("autoround", "kquant")

@@ -42,10 +42,11 @@ def refine(
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         w, c, s, z = weight[part].float(), codes[part], scales[part], None if zeros is None else zeros[part]
+        held = row_losses(w, c, s, z, scheme, h)
         for _ in range(sweeps):
-            c = _keep_better(w, (descend(w, c, s, z, scheme, h), s), (c, s), z, scheme, h)[0]
+            c, _, held = _keep_better(w, (descend(w, c, s, z, scheme, h), s), (c, s), held, z, scheme, h)
             if refit:
-                s = _keep_better(w, (c, fit_scales(w, c, s, z, scheme, h)), (c, s), z, scheme, h)[1]
+                _, s, held = _keep_better(w, (c, fit_scales(w, c, s, z, scheme, h)), (c, s), held, z, scheme, h)
         found.append((c, s))
     return torch.cat([c for c, _ in found]), torch.cat([s for _, s in found])
 
@@ -117,8 +118,10 @@ _Choice = tuple[Tensor, Tensor]  # codes, scales
 
 
 def _keep_better(
-    weight: Tensor, new: _Choice, old: _Choice, zeros: Tensor | None, scheme: Scheme, h: Tensor
-) -> _Choice:
-    better = row_losses(weight, *new, zeros, scheme, h) < row_losses(weight, *old, zeros, scheme, h)
+    weight: Tensor, new: _Choice, old: _Choice, held: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and losses of each row, the new ones where they lose less than ``held``."""
+    losses = row_losses(weight, *new, zeros, scheme, h)
+    better = losses < held
     codes, scales = (torch.where(better[:, None], n, o) for n, o in zip(new, old, strict=True))
-    return codes, scales
+    return codes, scales, torch.where(better, losses, held)

@@ -144,6 +144,11 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     metavar="WINDOWS",
     help="After the blocks: scales and norms learn the original's distribution on so many windows, codes stay. 0: no.",
 )
+@click.option(
+    "--fold",
+    is_flag=True,
+    help="gptq: scale channels by AWQ's search first; norms and biases change too. (preset balanced)",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Which windows of the text are drawn.")
 @click.option("--strict-groups", is_flag=True, help="Refuse a group size that does not divide, instead of adapting it.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model folder.")

@@ -55,6 +55,7 @@ class ConvertOptions:
     samples: int = 128
     seq_len: int = 1024
     damping: float = 0.01
+    fold: bool = False  # gptq: scale channels first, by AWQ's search
     tune_steps: int = 60  # of learning, per block: --method tune
     distil: int = 0  # windows of the end-to-end pass, see convert.distil; 0: none
     seed: int = 0
@@ -182,6 +183,11 @@ class ConvertOptions:
         return self.method in algorithms.PAIRED
 
     @property
+    def folds(self) -> bool:
+        """True if channels are scaled before rounding."""
+        return self.method in algorithms.FOLDING or self.fold
+
+    @property
     def draws(self) -> bool:
         """True if random tokens stand in for a text."""
         return self.method in algorithms.DRAWN and not self.needs_data
@@ -217,7 +223,7 @@ class ConvertOptions:
 # What a preset sets; an option that was given wins, another method contradicts.
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"method": "hqq", "scales": "search"},
-    "balanced": {"method": "gptq", "scales": "search"},
+    "balanced": {"method": "gptq", "scales": "search", "fold": True},
 }
 PRESETS_LATER = ("best",)
 
@@ -279,6 +285,9 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         useless["tune_steps"] = f"--method {options.method} does not learn"
     if options.method not in algorithms.CALIBRATED:
         useless["damping"] = f"--method {options.method} uses no statistics of a text"
+    if options.method != "gptq":
+        scaled = options.method in algorithms.FOLDING
+        useless["fold"] = f"--method {options.method} {'always scales' if scaled else 'does not scale'} channels"
     if options.method == "smooth":
         useless["damping"] = "--method smooth rounds without a Hessian"
     if options.allocates:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.algorithms import CALIBRATED, FOLDING
+from quantkit.algorithms import CALIBRATED
 from quantkit.algorithms.awq import SEARCH_ROWS
 from quantkit.algorithms.distil import CHUNK_ELEMENTS, RESIDENT, window_batch
 from quantkit.algorithms.kv import SAMPLE_TOKENS
@@ -182,7 +182,7 @@ def cache_elsewhere(kv_bits: int | str, form: Format) -> list[str]:
 
 def _rewritten(options: ConvertOptions, blocks: Blocks, weights: Weights, targets: dict[str, Target]) -> list[str]:
     """Every parameter of the blocks that stays in 16 bit, if the method scales channels."""
-    if options.method not in FOLDING:
+    if not options.folds:
         return []
     quantized = {target.parameter for target in targets.values()}
     return [name for name in weights.sources if name.startswith(f"{blocks.prefix}.") and name not in quantized]
@@ -270,7 +270,7 @@ def _sizes(
         calibrated=windows is not None,
         tuned=max(_linear_weights(block) for block in blocks.modules) if options.method == "tune" else 0,
         paired=options.paired and windows is not None,
-        fold=_fold_bytes(linears, experts) if options.method in FOLDING else 0,
+        fold=_fold_bytes(linears, experts) if options.folds else 0,
         whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
         **_distil_bytes(options, weights, blocks, targets),
         outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from quantkit import __version__
-from quantkit.algorithms import FOLDING
 from quantkit.algorithms.kv import KVObserver, LayerRanges
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
@@ -183,7 +182,7 @@ class _Conversion:
                 few = probe(states, SHORT).to(plan.device)
                 names = input_groups(block, few, short)
                 groups = self._observe(index, block, names, states, exact, call, result)
-                if plan.options.method in FOLDING:
+                if plan.options.folds:
                     fold_block(plan, name, block, groups, few, short, result)
                     self._observe_kv(index, block, states, call, result)
             else:
@@ -290,7 +289,7 @@ class _Conversion:
         """Statistics of every input of a linear to quantize, and the scales of the KV cache, in one pass, which advances ``exact``."""
         plan, prefix = self.plan, self.plan.blocks.name(index)
         wanted = [group for group in names if any(f"{prefix}.{name}" in plan.targets for name in group)]
-        later = plan.options.method in FOLDING  # a fold may scale the values; their scales are calibrated afterwards
+        later = plan.options.folds  # a fold may scale the values; their scales are calibrated afterwards
         observer = KVObserver() if plan.options.cache.wanted and not later else None
         if not wanted and observer is None and not exact:
             return []
