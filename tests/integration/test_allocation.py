@@ -115,6 +115,23 @@ def test_a_stopped_job_chooses_the_same_without_measuring_again(
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def test_states_that_a_killed_job_left_behind_are_not_read(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = dict(method="rtn", format="native", target_bpw=5)
+    found = []
+    measure = Probe.measure
+
+    def after_a_kill(self: Probe, *rest: Any) -> Any:
+        self.file.write_bytes(bytes(1000))
+        return measure(self, *rest)
+
+    for name in ("whole", "again"):
+        found.append(convert(tiny_original, tmp_path / name, calibration_text, **options).allocation)
+        monkeypatch.setattr(Probe, "measure", after_a_kill)
+    assert found[0] == found[1]
+
+
 def test_a_job_stopped_before_its_last_rename_says_what_it_chose(
     tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
