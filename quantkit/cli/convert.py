@@ -43,7 +43,9 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     help=f"{', '.join(METHODS[:-1])} or {METHODS[-1]}. ({', '.join(LATER_METHODS)}: later)",
 )
 @click.option(
-    "--preset", metavar="NAME", help="fast (hqq) or balanced (gptq): sets method and scales; an option given wins."
+    "--preset",
+    metavar="NAME",
+    help="fast (hqq, no text), balanced (gptq, channels scaled) or best (tune, then --distil 128); an option given wins.",
 )
 @click.option("--bits", type=int, default=4, show_default=True, help="2 to 8.")
 @click.option(

@@ -224,8 +224,8 @@ class ConvertOptions:
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"method": "hqq", "scales": "search"},
     "balanced": {"method": "gptq", "scales": "search", "fold": True},
+    "best": {"method": "tune", "scales": "search", "distil": 128},
 }
-PRESETS_LATER = ("best",)
 
 
 # What --activations int8 sets: the only weights that go with it.
@@ -262,8 +262,7 @@ def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]
     if preset is None:
         return {}
     if preset not in PRESETS:
-        what = "has not landed yet" if preset in PRESETS_LATER else "is no preset"
-        raise RequestError(f"--preset {preset}: {what}. Presets: {', '.join(PRESETS)}.")
+        raise RequestError(f"--preset {preset}: is no preset. Presets: {', '.join(PRESETS)}.")
     chosen = PRESETS[preset]
     method = given.get("method", chosen["method"])
     if method != chosen["method"]:

@@ -73,7 +73,7 @@ def convert(
     """Quantize a model and write a complete checkpoint folder ``out``; a source that is quantized already is repacked.
 
     options: the fields of ``ConvertOptions`` (method, bits, group_size, symmetric, format, kv_bits, calibration,
-    samples, seq_len, seed, ...). preset: "fast" or "balanced", see ``options.PRESETS``; an option that is given wins.
+    samples, seq_len, seed, ...). preset: "fast", "balanced" or "best", see ``options.PRESETS``; an option that is given wins.
     The folder appears under its name only when it is complete and was read back.
     Raises QuantkitError children. What a later call with ``resume=True`` can go on from is kept in the work folder then,
     also on Ctrl-C or a kill (the error's note says so); under the name ``out`` there is nothing half-written, ever.

@@ -54,7 +54,7 @@ def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None
         (["--method", "magic"], 2, ["magic", "no such method"]),
         (["--format", "gguf"], 2, ["gguf", "not landed yet"]),
         (["--kv-bits", "5"], 2, ["--kv-bits 5", "16"]),
-        (["--preset", "best"], 2, ["--preset best", "not landed yet", "balanced"]),
+        (["--preset", "finest"], 2, ["--preset finest", "no preset", "balanced"]),
         (["--preset", "slow"], 2, ["--preset slow", "is no preset"]),
         (["--preset", "fast", "--method", "gptq"], 2, ["--preset fast", "--method gptq", "Leave one"]),
         (["--preset", "fast", "--damping", "0.1"], 2, ["--damping", "no effect", "hqq"]),
