@@ -164,9 +164,12 @@ def _solve(
         stop = begin + min(width, in_features - group * width)
         if options.scales == "search":
             step, zero = affine.searched_params(rest[begin:stop].t(), alone, cost[begin:stop], steps=SEARCH_STEPS)
-            scales[:, group] = step[:, 0]
+            own = (
+                scales[:, group] > affine.SMALLEST_SCALE
+            )  # a group of zeros keeps its scale: it takes no errors of others
+            scales[:, group] = torch.where(own, step[:, 0], scales[:, group])
             if zeros is not None and zero is not None:
-                zeros[:, group] = zero[:, 0]
+                zeros[:, group] = torch.where(own, zero[:, 0], zeros[:, group])
         scale = scales[:, group].float()
         offset = torch.full_like(scale, float(scheme.midpoint)) if zeros is None else zeros[:, group].float()
         for start in range(begin, stop, options.block):

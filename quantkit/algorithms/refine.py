@@ -84,7 +84,8 @@ def fit_scales(
 ) -> Tensor:
     """The scales with the smallest loss for these codes, rounded to their storage dtype: ``[out, groups]``.
 
-    All scales of a row are solved for together. A scale that would change sign, or by more than REACH, stays.
+    All scales of a row are solved for together. A scale that would change sign, or by more than REACH, stays; so does the smallest there is,
+    which groups of zeros have.
     """
     rows, in_features = weight.shape
     width, groups = scheme.width(in_features), scheme.groups(in_features)
@@ -102,7 +103,7 @@ def fit_scales(
     ridge = 1e-6 * left.diagonal(dim1=1, dim2=2).mean(1)[:, None] + 1e-30
     left.diagonal(dim1=1, dim2=2).add_(ridge)
     solved = torch.linalg.solve(left, right + ridge * held)
-    usable = (solved > held / REACH) & (solved < held * REACH)
+    usable = (solved > held / REACH) & (solved < held * REACH) & (held > affine.SMALLEST_SCALE)
     return affine.store_scale(torch.where(usable, solved, held).float(), scheme)
 
 

@@ -183,9 +183,9 @@ def test_a_spoiled_token_costs_no_fold(
     embed = run.embed
 
     def spoiled(*args: Any) -> Any:
-        states, *calls = embed(*args)
-        states[0][0, 5, 3] = float("nan")  # among the tokens that folds would be found with
-        return states, *calls
+        found = embed(*args)
+        found.states[0][0, 5, 3] = float("nan")  # among the tokens that folds would be found with
+        return found
 
     monkeypatch.setattr(run, "embed", spoiled)
     common: dict[str, Any] = dict(TEXT, samples=16, method="awq", format="native", calibration=str(calibration_text))

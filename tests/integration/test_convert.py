@@ -66,7 +66,7 @@ def test_what_is_written_stays_close_to_the_original(
     assert len(report.layers) == 21
     assert report.verified_tensors == len(open_source(tmp_path / "out").names())
     # measured on this model: 0.38, 0.10, 0.011, 0.008; half a step of b bits is 2**-b of the range
-    assert relative_logit_error(tiny_original, tmp_path / "out") < {3: 0.6, 4: 0.2, 6: 0.05, 8: 0.02}[scheme.bits]
+    assert relative_logit_error(tiny_original, tmp_path / "out") < {3: 0.6, 4: 0.2, 6: 0.06, 8: 0.02}[scheme.bits]
     reader = QuantizedReader(open_source(tmp_path / "out"))
     q = reader.module("model.layers.1.mlp.down_proj")
     assert isinstance(q, QuantTensor)

@@ -41,9 +41,9 @@ def plant_in_states(monkeypatch: pytest.MonkeyPatch, windows: int, value: float)
     embed = run.embed
 
     def spoiled(*args: Any) -> Any:
-        states, *calls = embed(*args)
-        states[0][:windows, 5, 3] = value
-        return states, *calls
+        found = embed(*args)
+        found.states[0][:windows, 5, 3] = value
+        return found
 
     monkeypatch.setattr(run, "embed", spoiled)
 
