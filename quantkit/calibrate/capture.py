@@ -48,11 +48,12 @@ def observe(
     groups: Sequence[tuple[str, ...]],
     kv: KeyValueSink | None = None,
     exact: Sequence[Tensor] = (),
+    cross: bool = True,
 ) -> list[Hessian]:
     """One Hessian per input group, over all states ([batch, tokens, hidden] each, on the host). kv: also observe keys and values.
 
     exact: the original model's states beside ``states``, advanced in place: the block still has its original weights, and the Hessians get
-    their ``cross``, but for experts, which other tokens reach in the original model. Runs, and keeps the statistics, on the device that the
+    their ``cross`` (unless that is False), but for experts, which other tokens reach in the original model. Runs, and keeps the statistics, on the device that the
     block is on; ``call`` must be there too.
     """
     device = device_of(block)
@@ -69,7 +70,7 @@ def observe(
             raise _Done
 
     of_experts = expert_linears(block)
-    paired = {index: linear for index, linear in enumerate(firsts) if groups[index][0] not in of_experts}
+    paired = {i: linear for i, linear in enumerate(firsts) if cross and groups[i][0] not in of_experts}
     usual = call if cache is None else with_cache(block, call, cache)
     originals = Shuttle(exact, device)
     ahead = originals.arriving()

@@ -64,7 +64,8 @@ class Sizes:
     fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
     kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
     tuned: int = 0  # weights that learn together, of the largest block
-    paired: bool = False  # the original model's states and activations are kept beside the quantized ones
+    paired: bool = False  # the original model's states are kept beside the quantized ones
+    crossed: bool = False  # so are a batch's activations, and a second matrix of moments for each input
     measuring: int = 0  # bytes that finding out what each choice of bits costs takes; 0 if nothing is chosen
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
     distil_states: int = 0  # bytes of the states of the end-to-end pass, of both models; 0 without one
@@ -100,7 +101,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
     if away:  # torch rounds pinned blocks up to a power of two
         states = _pinned(states, batch * sizes.hidden * f32)
-    hessians = 0 if away or not sizes.calibrated else streams * sum(w * w for w in sizes.widths) * 8
+    hessians = 0 if away or not sizes.calibrated else (1 + sizes.crossed) * sum(w * w for w in sizes.widths) * 8
     widest = max(sizes.widths)
     read_block = sizes.largest_parameter * f32 if away else sizes.block * f32
     phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize}
@@ -112,7 +113,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
         # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
         reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
         phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
-        inner = 0 if away else batch * (sizes.inner + sizes.paired * sum(sizes.widths)) * f32
+        inner = 0 if away else batch * (sizes.inner + sizes.crossed * sum(sizes.widths)) * f32
         phases["block"] = states + read_block + hessians + inner + sizes.kv_sample_bytes
     if sizes.tuned and not away:
         phases["tune"] = states + read_block + hessians + _learning(sizes)
@@ -153,12 +154,12 @@ def predict_device(sizes: Sizes) -> int:
     widest = max(sizes.widths)
     square = widest * widest if sizes.calibrated else 0
     streams = 1 + sizes.paired
-    base = sizes.block * f32 + (streams * sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
+    base = sizes.block * f32 + ((1 + sizes.crossed) * sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
     searched = min(sizes.largest_group, SEARCH_ELEMENTS_GPU)
     split = 32 * batch * widest + 20 * sizes.largest_parameter  # factors of bf16x6: three parts, six times on each side
     phases = {
-        "observe": batch * f32 * (sizes.inner + sizes.paired * sum(sizes.widths) + streams * ON_DEVICE * sizes.hidden)
+        "observe": batch * f32 * (sizes.inner + sizes.crossed * sum(sizes.widths) + streams * ON_DEVICE * sizes.hidden)
         + square * f32 // 8
         + split,
         "solve": sizes.largest_group * f32

@@ -188,6 +188,11 @@ class ConvertOptions:
         return self.method in algorithms.FOLDING or self.fold
 
     @property
+    def crossed(self) -> bool:
+        """True if the method wants to know how inputs go together with what the original model has in their place."""
+        return self.paired and self.method != "tune"
+
+    @property
     def draws(self) -> bool:
         """True if random tokens stand in for a text."""
         return self.method in algorithms.DRAWN and not self.needs_data

@@ -293,7 +293,7 @@ class _Conversion:
         observer = KVObserver() if plan.options.cache.wanted and not later else None
         if not wanted and observer is None and not exact:
             return []
-        hessians = observe(block, states, call, wanted, observer, exact)
+        hessians = observe(block, states, call, wanted, observer, exact, plan.options.crossed)
         if observer is not None:
             self._kv_ranges(index, observer, block, states, call, result)
         tokens = [h.tokens for h in hessians]

@@ -49,3 +49,13 @@ def test_original_states_go_on_where_nothing_is_observed() -> None:
     wanted = run_block(block, exact[0], call)
     assert observe(block, [torch.zeros(1, 3, 6)], call, [], None, exact) == []
     assert torch.equal(exact[0], wanted)
+
+
+def test_original_states_go_on_without_a_comparison() -> None:
+    torch.manual_seed(2)
+    block, call = Gated(), Call((), {})
+    exact = [torch.randn(1, 3, 6)]
+    wanted = run_block(block, exact[0], call)
+    (found,) = observe(block, [torch.zeros(1, 3, 6)], call, [("up", "gate")], None, exact, False)
+    assert found.cross is None
+    assert torch.equal(exact[0], wanted)

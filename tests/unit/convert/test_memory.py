@@ -35,8 +35,11 @@ def test_a_cpu_needs_no_device_memory_and_a_gpu_less_of_the_host() -> None:
 
 def test_a_method_that_compares_with_the_original_keeps_both_models_states() -> None:
     both = dataclasses.replace(LARGE, paired=True)
+    crossed = dataclasses.replace(both, crossed=True)
+    assert predict(crossed).phases["block"] - predict(both).phases["block"] > sum(w * w for w in LARGE.widths) * 8
+    assert predict_device(crossed) > predict_device(both)
     states = LARGE.tokens * HIDDEN * 4
-    assert predict(both).phases["block"] - predict(LARGE).phases["block"] > states
+    assert predict(both).phases["block"] - predict(LARGE).phases["block"] == states
     assert predict(both).work - predict(LARGE).work == 2 * states
     assert predict_device(both) > predict_device(LARGE)
 
