@@ -179,6 +179,7 @@ def kv_tables() -> dict[str, str]:
     return {
         "kv-4k": render_caches(at_4k),
         "kv-positions": render_positions(at_4k),
+        "kv-8k": render_positions(load_results("kv-8k")),
         "kv-2k": render_caches(load_results("kv-2k")),
         "kv-greedy": render_greedy(load_results("kv-greedy")),
         "kv-planted": render_planted(load_results("kv-planted")),
