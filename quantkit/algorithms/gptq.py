@@ -94,7 +94,7 @@ def _order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:
     parts = columns.split(scheme.width(len(importance)))
     largest = torch.stack([importance[part].max() for part in parts])
     ordered = [part[torch.argsort(importance[part], descending=True, stable=True)] for part in parts]
-    return torch.cat([ordered[i] for i in torch.argsort(largest, descending=True, stable=True).tolist()])
+    return torch.cat([ordered[i] for i in torch.argsort(largest, descending=True, stable=True).cpu().tolist()])
 
 
 def _towards(weight: Tensor, cross: Tensor, upper: Tensor, order: Tensor, pull: float) -> Tensor:
