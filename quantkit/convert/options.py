@@ -300,7 +300,9 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         why = f"--method {options.method} reads no text"
         kept = {"samples"} if options.distil else {"calibration", "samples", "seq_len"}
         drawn = set() if options.draws else {"products"} if options.distil else {"seed", "products"}
-        useless |= {name: why for name in ("calibration", "samples", "seq_len", "seed", "products") if name in kept | drawn}
+        useless |= {
+            name: why for name in ("calibration", "samples", "seq_len", "seed", "products") if name in kept | drawn
+        }
     if not options.cache.wanted:
         useless["kv_scales"] = (
             "--kv-bits 16 keeps the cache as it is (a cache with scales needs --kv-bits 8, 4, 3, 2 or k4v2)"
