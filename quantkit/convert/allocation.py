@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.sensitivity import HEAD_TOKENS, STRIDE, TAIL_TOKENS
+from quantkit.convert.embed import outside_blocks
 from quantkit.convert.memory import Sizes
 from quantkit.convert.options import AUTO, ConvertOptions
 from quantkit.convert.probe import TOKENS, WINDOWS, Unit
@@ -205,11 +206,7 @@ def head_width(config: Any) -> int:
 
 def with_allocation(sizes: Sizes, allocation: Allocation, weights: Weights, blocks: Blocks) -> Sizes:
     """What measuring takes, and what is written at most."""
-    outside = sum(
-        p.numel()
-        for name, p in weights.parameters.items()
-        if not name.startswith(f"{blocks.prefix}.") and name not in weights.tied
-    )
+    outside = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
     vocabulary = weights.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     head = any(unit.kind in ("head", "tied") for unit in allocation.units)
     tokens = WINDOWS * TOKENS

@@ -67,10 +67,15 @@ def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
     head = weights.model.get_output_embeddings()  # type: ignore[operator]
     return [
         name
-        for name in weights.parameters
-        if not name.startswith(f"{blocks.prefix}.")
-        and weights.model.get_submodule(name.rpartition(".")[0]) is not head
-        and name not in weights.tied
+        for name in outside_blocks(weights, blocks)
+        if weights.model.get_submodule(name.rpartition(".")[0]) is not head
+    ]
+
+
+def outside_blocks(weights: Weights, blocks: Blocks) -> list[str]:
+    """Parameters outside the blocks; of tied ones the one that is stored."""
+    return [
+        name for name in weights.parameters if not name.startswith(f"{blocks.prefix}.") and name not in weights.tied
     ]
 
 

@@ -20,7 +20,7 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.allocation import Allocation, cache_bytes, head_width, plan_allocation, with_allocation
 from quantkit.convert.device import check_device
-from quantkit.convert.embed import before_blocks
+from quantkit.convert.embed import before_blocks, outside_blocks
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import BATCH_TOKENS, Prediction, Sizes, kernel_bytes, predict
 from quantkit.convert.options import ConvertOptions
@@ -294,11 +294,7 @@ def _distil_bytes(
     linears = [t for t in targets.values() if t.kind == "linear"]
     codes = sum(t.out_features * t.in_features for t in linears)
     groups = sum(t.out_features * t.scheme.groups(t.in_features) for t in linears)
-    outside = sum(
-        p.numel()
-        for name, p in weights.parameters.items()
-        if not name.startswith(f"{blocks.prefix}.") and name not in weights.tied
-    )
+    outside = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
     block = max(sum(p.numel() for p in one.parameters()) for one in blocks.modules)
     inner = max(sum(m.in_features + m.out_features for m in block_linears(one).values()) for one in blocks.modules)
     held = codes if codes < RESIDENT * available_bytes() else 0

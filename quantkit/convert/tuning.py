@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.algorithms.tune import Tuned, TuneOptions, tune
 from quantkit.convert.options import ConvertOptions
 from quantkit.core.qtensor import QuantTensor
-from quantkit.model.stepper import Call, forward_block
+from quantkit.model.stepper import Call, forward_block, given
 
 STEP_TOKENS = 1024  # that a step learns from: more cost as much time as more steps do, which help more
 
@@ -31,26 +30,12 @@ class Lesson:
     call: Call
 
 
-class _Called(nn.Module):
-    """A block with its arguments: what can be run with other weights."""
-
-    def __init__(self, block: nn.Module, call: Call) -> None:
-        super().__init__()
-        self.block, self.call = block, call
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return forward_block(self.block, hidden, self.call)
-
-
 def tune_block(options: ConvertOptions, block: nn.Module, start: Mapping[str, QuantTensor], lesson: Lesson) -> Tuned:
     """Learn codes and scales of the linears in ``start`` (names inside the block, which still has unrounded weights)."""
-    called = _Called(block, lesson.call)
 
     def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-        result: Tensor = functional_call(
-            called, {f"block.{name}.weight": w for name, w in weights.items()}, (hidden,), tie_weights=False
-        )
-        return result
+        with given(block, {f"{name}.weight": weight for name, weight in weights.items()}):
+            return forward_block(block, hidden, lesson.call)
 
     weights = {name: block.get_parameter(f"{name}.weight") for name in start}
     windows = max(1, STEP_TOKENS // lesson.inputs[0].shape[1])

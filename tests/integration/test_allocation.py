@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written import schemes
 
 import quantkit as qk
 from quantkit.checkpoint.source import open_source
@@ -15,22 +16,14 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert import settle
 from quantkit.convert.probe import Probe
 from quantkit.convert.rules import fused_groups
-from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import RequestError
 from quantkit.evaluate.sizes import measure_sizes, stored_bytes
-from quantkit.formats.reader import QuantizedReader
 
 SMALL: dict[str, Any] = dict(samples=4, seq_len=32)
 
 
 def convert(source: Path, out: Path, text: Path, **options: Any) -> Any:
     return qk.convert(source, out=out, calibration=str(text), **{**SMALL, **options})
-
-
-def schemes(folder: Path) -> dict[str, str]:
-    reader = QuantizedReader(open_source(folder))
-    found = {name: reader.module(name) for name in reader.modules}
-    return {name: q.scheme.describe() for name, q in found.items() if isinstance(q, QuantTensor)}
 
 
 CASES = [

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from written import schemes
 
 import quantkit as qk
-from quantkit.checkpoint.source import open_source
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
-from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import QuantkitError, RequestError
-from quantkit.formats.reader import QuantizedReader
 
 MIXED = ["layers.0.*=keep", "*.down_proj=bits:8,group:channel,sym"]
 SMALL: dict[str, Any] = dict(samples=2, seq_len=32, group_size=32)
@@ -23,12 +21,6 @@ SMALL: dict[str, Any] = dict(samples=2, seq_len=32, group_size=32)
 
 def convert(source: Path, out: Path, text: Path, **options: Any) -> Any:
     return qk.convert(source, out=out, calibration=str(text), **{**SMALL, **options})
-
-
-def schemes(folder: Path) -> dict[str, str]:
-    reader = QuantizedReader(open_source(folder))
-    found = {name: reader.module(name) for name in reader.modules}
-    return {name: q.scheme.describe() for name, q in found.items() if isinstance(q, QuantTensor)}
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "native"])

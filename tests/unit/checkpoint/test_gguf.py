@@ -269,6 +269,16 @@ def test_digest_is_of_the_content(write_gguf: Write, llama_metadata: dict[str, A
     assert first != GGUFSource(write_gguf("llama", llama_metadata, tensors)).digest()
 
 
+def test_a_packing_that_the_library_cannot_undo_is_refused_by_name(
+    write_gguf: Write, llama_metadata: dict[str, Any]
+) -> None:
+    packed = np.zeros((2, 2 * gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_1][1]), np.uint8)
+    with pytest.raises(
+        UnsupportedModel, match=r"tensor 'blk\.0\.ffn_down\.weight' is packed as Q8_1, which the gguf library"
+    ):
+        one_tensor(write_gguf, llama_metadata, packed, "Q8_1")
+
+
 def test_unknown_tensor_name_is_an_error(write_gguf: Write, llama_metadata: dict[str, Any]) -> None:
     source = GGUFSource(write_gguf("llama", llama_metadata, {"token_embd.weight": (np.zeros((3, 64)), "F32")}))
     with pytest.raises(SourceError, match="no tensor named 'nope'"):
