@@ -155,20 +155,29 @@ class Runner:
             execute([sys.executable, str(ROOT / "eval" / "make_twins.py"), model, str(twin)])
         return twin
 
+    def rotated(self, model: str, twin: Path) -> Path:
+        """The twin's rotated copy (rotate.py), built if it is missing."""
+        out = self.work / "rotated" / model
+        if not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            execute([sys.executable, str(ROOT / "eval" / "rotate.py"), str(twin), str(out)])
+        return out
+
     def quantize(self, row: dict[str, Any], twin: Path) -> tuple[Path, dict[str, Any] | None, str | None]:
         """The row's model, what its maker reported, and the command that makes it."""
         out = self.work / "models" / row["id"]
         if "of" in row:  # another row's model, evaluated in another way
             return self.model_of(self.rows[row["of"]])
+        source, name = (self.rotated(row["model"], twin), "ROTATED") if row.get("rotate") else (twin, "TWIN")
         if "convert" in row:
-            command = ["-m", "quantkit.cli.main", "convert", "TWIN", "--out", "OUT", *row["convert"], "--json"]
+            command = ["-m", "quantkit.cli.main", "convert", name, "--out", "OUT", *row["convert"], "--json"]
         elif "peer" in row:
             command = [*row["peer"], "TWIN", "--out", "OUT"]
         else:
-            return twin, None, None
+            return source, None, None
         if out.exists():
             shutil.rmtree(out)
-        real = {"TWIN": str(twin), "OUT": str(out), "WORK": str(self.work)}
+        real = {name: str(source), "OUT": str(out), "WORK": str(self.work)}
         begun = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_at_start": os.getloadavg()[0]}
         made: dict[str, Any] = json.loads(execute([sys.executable, *(real.get(word, word) for word in command)]))
         made = {**made, "out": row["id"], **begun}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ROW = {"id": "a-rtn", "model": "a", "label": "x", "convert": ["--bits", "4"], "expect": {"perplexity": [1.0, 2.0]}}
 PROTOCOL = {"data": "wikipedia-sample", "protocol": "gptq", "seq_len": 16, "tokens": 64}
 SUITE = {"evaluation": PROTOCOL, "row": [ROW]}
-KEYS = {"id", "model", "label", "convert", "peer", "of", "evaluate", "expect", "cache", "against"}
+KEYS = {"id", "model", "label", "convert", "peer", "of", "evaluate", "expect", "cache", "against", "rotate"}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,8 @@ def test_every_row_of_the_suites_is_well_formed(suite):
             for word in ("peer", "cache"):
                 assert word not in row or (ROOT / row[word][0]).exists()
             assert row.get("against", "itself") == "itself"
+            assert row.get("rotate", True) is True
+            assert not ("rotate" in row and set(row) & {"peer", "of", "cache"})
             if "peer" in row:
                 assert (ROOT / row["peer"][0]).exists()
 
