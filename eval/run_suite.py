@@ -177,10 +177,14 @@ class Runner:
             return source, None, None
         if out.exists():
             shutil.rmtree(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # its seconds are then those of the last process
+        resumed = "convert" in row and (out.parent / f".{out.name}.work" / "job.json").exists()
         real = {name: str(source), "OUT": str(out), "WORK": str(self.work)}
         begun = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_at_start": os.getloadavg()[0]}
-        made: dict[str, Any] = json.loads(execute([sys.executable, *(real.get(word, word) for word in command)]))
-        made = {**made, "out": row["id"], **begun}
+        words = [*(real.get(word, word) for word in command), *(["--resume"] if resumed else [])]
+        made: dict[str, Any] = json.loads(execute([sys.executable, *words]))
+        made = {**made, "out": row["id"], **begun, **({"resumed": True} if resumed else {})}
         if isinstance(made.get("layers"), list):
             made["layers"] = len(made["layers"])  # the per-layer report stays in the checkpoint
         return out, made, shlex.join(["python", *command])
