@@ -25,6 +25,6 @@ METHODS = ("gptq", "awq", "tune", "smooth", "hqq", "rtn")  # what convert offers
 CALIBRATED = ("gptq", "awq", "tune", "smooth")
 DRAWN = ("hqq",)  # they read no text, but see what random tokens do
 FOLDING = ("awq", "tune", "smooth", "hqq")  # they always scale channels before rounding: norms and biases change too
-# They compare with what the original model would have: convert keeps its states beside the quantized ones.
+# They compare with what the original model has (so does gptq with --gptaq): convert keeps its states beside the quantized ones.
 PAIRED: tuple[str, ...] = ("tune",)
 LATER = ("autoround", "kquant")

@@ -151,6 +151,11 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     is_flag=True,
     help="gptq: scale channels by AWQ's search first; norms and biases change too. (preset balanced)",
 )
+@click.option(
+    "--gptaq",
+    is_flag=True,
+    help="gptq: aim at the outputs that the original model's inputs give; another pass over the text, another stream of states.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Which windows of the text are drawn.")
 @click.option("--strict-groups", is_flag=True, help="Refuse a group size that does not divide, instead of adapting it.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing model folder.")

@@ -56,6 +56,7 @@ class ConvertOptions:
     seq_len: int = 1024
     damping: float = 0.01
     fold: bool = False  # gptq: scale channels first, by AWQ's search
+    gptaq: bool = False  # gptq: aim at what the original model's inputs give
     tune_steps: int = 60  # of learning, per block: --method tune
     distil: int = 0  # windows of the end-to-end pass, see convert.distil; 0: none
     seed: int = 0
@@ -180,7 +181,7 @@ class ConvertOptions:
     @property
     def paired(self) -> bool:
         """True if the original model's states are kept beside the quantized ones."""
-        return self.method in algorithms.PAIRED
+        return self.method in algorithms.PAIRED or self.gptaq
 
     @property
     def folds(self) -> bool:
@@ -190,7 +191,7 @@ class ConvertOptions:
     @property
     def crossed(self) -> bool:
         """True if the method wants to know how inputs go together with what the original model has in their place."""
-        return self.paired and self.method != "tune"
+        return self.gptaq
 
     @property
     def draws(self) -> bool:
@@ -292,6 +293,8 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
     if options.method != "gptq":
         scaled = options.method in algorithms.FOLDING
         useless["fold"] = f"--method {options.method} {'always scales' if scaled else 'does not scale'} channels"
+    if options.method != "gptq":
+        useless["gptaq"] = f"--method {options.method} has no targets of its own"
     if options.method == "smooth":
         useless["damping"] = "--method smooth rounds without a Hessian"
     if options.allocates:

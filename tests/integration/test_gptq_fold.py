@@ -1,4 +1,4 @@
-"""GPTQ after AWQ's channel factors: ``--fold``, which preset balanced sets."""
+"""What goes with GPTQ: AWQ's channel factors before it (``--fold``, which preset balanced sets), targets of the original's inputs (``--gptaq``)."""
 
 from pathlib import Path
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import quantkit
+from quantkit.calibrate.data import load_windows
 from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.errors import RequestError
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -37,3 +39,53 @@ def test_balanced_folds(tiny_original: Path, tmp_path: Path) -> None:
 def test_fold_beside_another_method_is_refused(tiny_original: Path, tmp_path: Path, method: str, reason: str) -> None:
     with pytest.raises(RequestError, match=f"--fold has no effect: --method {method} {reason}"):
         quantkit.convert(tiny_original, out=tmp_path / "out", method=method, fold=True)
+
+
+def inputs_of_block_1(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Every linear's inputs there, float32 [tokens, in], by name."""
+    seen: dict[str, torch.Tensor] = {}
+    linears = {n: m for n, m in model.model.layers[1].named_modules() if isinstance(m, torch.nn.Linear)}  # type: ignore[union-attr,index]
+    hooks = [
+        linear.register_forward_pre_hook(lambda m, args, n=name: seen.update({n: args[0].flatten(0, 1)}))
+        for name, linear in linears.items()
+    ]
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_gptaq_brings_outputs_nearer_to_those_of_the_original_inputs(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """Block 0 sees the original's inputs and comes out the same; in block 1 every linear's output is nearer to what the original has there."""
+    original = quantkit.load(tiny_original, device="cpu", dtype="float32").module
+    ids = load_windows(
+        str(calibration_text), load_tokenizer(open_source(tiny_original)), samples=8, seq_len=64, seed=0, vocab_size=512
+    ).ids
+    wanted = inputs_of_block_1(original, ids)
+    errors: dict[bool, dict[str, float]] = {}
+    first: dict[bool, dict[str, torch.Tensor]] = {}
+    for gptaq in (False, True):
+        quantkit.convert(
+            tiny_original, out=tmp_path / f"{gptaq}", method="gptq", bits=3, group_size=32, format="native", gptaq=gptaq,
+            calibration=str(calibration_text), samples=8, seq_len=64,
+        )  # fmt: skip
+        quantized = quantkit.load(tmp_path / f"{gptaq}", device="cpu", dtype="float32", dequantize=True).module
+        first[gptaq] = dict(quantized.model.layers[0].state_dict())
+        mixed = quantkit.load(tiny_original, device="cpu", dtype="float32").module
+        mixed.model.layers[0] = quantized.model.layers[0]
+        errors[gptaq] = {
+            name: float((wanted[name] @ original.model.layers[1].get_parameter(f"{name}.weight").T
+                         - x @ quantized.model.layers[1].get_parameter(f"{name}.weight").T).square().sum())
+            for name, x in inputs_of_block_1(mixed, ids).items()
+        }  # fmt: skip
+    assert all(torch.equal(value, first[True][name]) for name, value in first[False].items())
+    assert len(errors[True]) == 7
+    assert all(error < errors[False][name] for name, error in errors[True].items()), errors
+
+
+def test_gptaq_beside_another_method_is_refused(tiny_original: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--gptaq has no effect: --method awq has no targets"):
+        quantkit.convert(tiny_original, out=tmp_path / "out", method="awq", gptaq=True)
