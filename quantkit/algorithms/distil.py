@@ -37,7 +37,7 @@ class DistilOptions:
     betas: of Adam (Kingma and Ba, arXiv 1412.6980), the second smaller than usual because steps are few.
     """
 
-    rate: float = 2e-3
+    rate: float = 1e-3
     warmup: int = 5
     betas: tuple[float, float] = (0.9, 0.95)
 
