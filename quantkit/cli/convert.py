@@ -152,6 +152,11 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     help="gptq: scale channels by AWQ's search first; norms and biases change too. (preset balanced)",
 )
 @click.option(
+    "--rotate",
+    is_flag=True,
+    help="Rotate residual stream and values first (Hadamard, folded into the weights; llama, mistral, qwen3). A tied head becomes a matrix of its own.",
+)
+@click.option(
     "--gptaq",
     is_flag=True,
     help="gptq: aim at the outputs that the original model's inputs give; another pass over the text, another stream of states.",

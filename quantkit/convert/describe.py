@@ -23,7 +23,8 @@ def describe(plan: Plan) -> str:
             f"; {o.cache.words()}, {'calibrated' if o.kv_bits == 'fp8' else o.kv_scales} scales"
             if o.cache.wanted
             else ""
-        ),
+        )
+        + ("; rotated" if o.rotate else ""),
     ]
     if plan.windows is not None:
         w = plan.windows

@@ -56,6 +56,7 @@ class ConvertOptions:
     seq_len: int = 1024
     damping: float = 0.01
     fold: bool = False  # gptq: scale channels first, by AWQ's search
+    rotate: bool = False  # residual stream and values, see model.rotate
     gptaq: bool = False  # gptq: aim at what the original model's inputs give
     tune_steps: int = 60  # of learning, per block: --method tune
     distil: int = 0  # windows of the end-to-end pass, see convert.distil; 0: none

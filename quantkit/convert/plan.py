@@ -33,6 +33,7 @@ from quantkit.core.kvpages import CUTS, SEARCHED_AT_ONCE
 from quantkit.errors import RequestError
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.experts import expert_linears, routers
+from quantkit.model.rotate import HEAD, RotatedSource
 from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
 from quantkit.runtime.attention import cached_heads
 from quantkit.runtime.load import choose_device
@@ -114,6 +115,8 @@ def make_plan(options: ConvertOptions) -> Plan:
     source = open_source(options.source)
     refuse_same_place(options.out, source)
     _refuse_quantized(source)
+    if options.rotate:
+        source = RotatedSource(source)
     model = build_skeleton(source.config)
     blocks = find_blocks(model)
     weights = Weights(model, source)
@@ -153,6 +156,10 @@ def make_plan(options: ConvertOptions) -> Plan:
     problems += check_room(options, prediction) + check_device(device, prediction)
     if options.cache.wanted:
         warnings += cache_elsewhere(options.kv_bits, form)
+    if isinstance(source, RotatedSource) and source.untied:
+        warnings.append(
+            f"--rotate: the head is tied to the embeddings no longer, {size_text(source.info(HEAD).nbytes)} more; --rule 'lm_head=bits:8' halves them"
+        )
     if options.resume:
         warnings.insert(0, resumed_note(options.work_folder, len(blocks.modules)))
     behind = carried(source)[1]

@@ -72,6 +72,7 @@ class ConvertReport:
     allocation: dict[str, Any] | None = None  # of bits chosen within a size, see convert.settle.Settled.summary
     tuning: dict[str, dict[str, float]] = field(default_factory=dict)  # by block, see BlockResult
     distilled: dict[str, Any] | None = None  # see BlockResult
+    rotated: float | None = None  # what model.rotate.prove found, if the weights were rotated
     cache: dict[str, Any] | None = None  # of a quantized KV cache, see convert.cache.summary
 
     @property
@@ -96,6 +97,7 @@ class ConvertReport:
             "allocation": self.allocation,
             "tuning": self.tuning,
             "distilled": self.distilled,
+            "rotated": self.rotated,
             "layers": layers,
         }
 
@@ -109,7 +111,7 @@ class ConvertReport:
         self.verified_tensors, self.sample, self.notes = stored["verified_tensors"], stored["sample"], stored["notes"]
         self.kv_bits, self.cache = stored["kv_bits"], stored["cache"]
         self.allocation, self.distilled = stored["allocation"], stored["distilled"]
-        self.tuning = stored["tuning"]
+        self.tuning, self.rotated = stored["tuning"], stored["rotated"]
         self.layers = [LayerReport(**layer) for layer in stored["layers"]]
 
     def to_json(self) -> dict[str, Any]:
@@ -123,6 +125,7 @@ class ConvertReport:
             "cache": self.cache,
             "allocation": self.allocation,
             "distilled": self.distilled,
+            "rotated": self.rotated,
             "seconds": round(self.seconds, 1),
             "peak_host_bytes": self.peak_host_bytes,
             "predicted_host_bytes": self.predicted_host_bytes,
@@ -161,6 +164,10 @@ class ConvertReport:
             mean = sum(layer.relative_output_error or 0 for layer in measured) / len(measured)
             lines.append(
                 f"  error     relative output error on the calibration text {mean:.1%} on average; largest: {shown}"
+            )
+        if self.rotated is not None:
+            lines.append(
+                f"  rotated   residual stream and values; two blocks' logits differ by {self.rotated:.1e} of their standard deviation at most"
             )
         if self.allocation is not None:
             lines += allocation_lines(self.allocation)

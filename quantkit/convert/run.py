@@ -44,6 +44,7 @@ from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
 from quantkit.core.kvscheme import KVPlan
 from quantkit.errors import NumericsError
+from quantkit.model.rotate import RotatedSource, prove
 from quantkit.model.skeleton import block_linears
 from quantkit.model.stepper import Call, input_groups
 from quantkit.runtime.attention import attention_modules
@@ -170,6 +171,7 @@ class _Conversion:
             self.report.restore(self.work.finished)
             return self.report
         plan = self.plan
+        self.report.rotated = prove(plan.source) if isinstance(plan.source, RotatedSource) else None
         first, begun, exact = self._begin()
         states = begun.states
         for index in range(first, len(plan.blocks)):

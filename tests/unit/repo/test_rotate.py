@@ -11,7 +11,9 @@ import torch
 from architectures import tiny_config
 from scripts import script
 
+from quantkit.checkpoint.source import open_source
 from quantkit.errors import UnsupportedModel
+from quantkit.model.rotate import RotatedSource, hadamard, turn
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -73,24 +75,26 @@ def test_a_rotated_model_computes_what_the_original_does(rotate, tmp_path, name,
 
 def test_a_seed_gives_the_same_weights_and_another_seed_others(rotate, tmp_path):
     write_model(tmp_path / "m", "llama", num_key_value_heads=1, head_dim=8)
-    source = rotate.open_source(str(tmp_path / "m"))
-    one, same, other = (rotate.rotated(source, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
-    assert all(torch.equal(one[name], same[name]) for name in one)
+    source = open_source(tmp_path / "m")
+    one, same, other = (RotatedSource(source, seed) for seed in (3, 3, 4))
+    assert all(torch.equal(one.read(name), same.read(name)) for name in one.names())
     down = "model.layers.0.mlp.down_proj.weight"
-    assert not torch.equal(one[down], other[down])
+    assert not torch.equal(one.read(down), other.read(down))
+    assert one.digest() == same.digest() != other.digest() != source.digest()
 
 
 def test_a_model_that_differs_afterwards_is_not_written(rotate, tmp_path, monkeypatch):
     """The check on logits sees a single head's rotation left out of v alone."""
     write_model(tmp_path / "m", "llama", num_key_value_heads=1, head_dim=8)
-    right = rotate.rotated
+    right = RotatedSource.exact
 
-    def wrong(*given: Any) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = right(*given)
-        tensors["model.layers.1.self_attn.v_proj.weight"][0] *= -1
-        return tensors
+    def wrong(source: RotatedSource, name: str, *given: Any, **more: Any) -> torch.Tensor:
+        tensor = right(source, name, *given, **more)
+        if name == "model.layers.1.self_attn.v_proj.weight":
+            tensor[0] *= -1
+        return tensor
 
-    monkeypatch.setattr(rotate, "rotated", wrong)
+    monkeypatch.setattr(RotatedSource, "exact", wrong)
     with pytest.raises(UnsupportedModel, match=r"a logit by .*nothing was written"):
         rotate.rotate(tmp_path / "m", tmp_path / "r", 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
@@ -112,14 +116,18 @@ def test_what_cannot_be_rotated_is_refused_by_name(rotate, tmp_path, name, chang
         rotate.rotate(tmp_path / "m", tmp_path / "r", 0)
 
 
-def test_a_width_without_a_hadamard_matrix_is_refused(rotate, tmp_path):
-    for size in (1, 2, 4, 12, 20, 28, 36, 64, 576):
-        matrix = rotate.hadamard(size)
+def test_a_hadamard_matrix_is_found_or_refused():
+    for size in (2, 4, 12, 20, 28, 36, 64, 128, 576):
+        matrix = turn(torch.eye(size, dtype=torch.float64), hadamard(size))
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-12)
         torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, size**-0.5), rtol=0, atol=1e-12)
+        whole = hadamard(size)[0]
+        for factor in hadamard(size)[1:]:
+            whole = torch.kron(whole, factor)
+        torch.testing.assert_close(matrix, whole / size**0.5)
     for size in (3, 6, 18, 23):
         with pytest.raises(UnsupportedModel, match=f"width {size}"):
-            rotate.hadamard(size)
+            hadamard(size)
 
 
 def test_a_suites_rotated_row_is_made_of_the_rotated_twin_and_judged_beside_the_twin(tmp_path, monkeypatch):
