@@ -126,7 +126,7 @@ def refuse(source: Source) -> None:
 class RotatedSource:
     """A source whose tensors are those of the rotated model, one at a time: computed in float64, rounded to the dtype that is stored.
 
-    Rounding moves a weight by at most 2**-11 (float16) or 2**-8 (bfloat16) of itself: a hundredth of what 4 bits do to it.
+    Rounding moves a weight by at most 2**-11 (float16) or 2**-8 (bfloat16) of itself; 4 bits move it by a tenth.
     """
 
     def __init__(self, original: Source, seed: int = SIGNS) -> None:
