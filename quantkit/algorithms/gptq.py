@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import Scales, Solution
-from quantkit.algorithms.refine import refine
+from quantkit.algorithms.refine import refine, row_losses
 from quantkit.algorithms.rtn import rtn
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
@@ -83,7 +83,42 @@ def gptq(
         codes, scales = refine(
             target, codes, scales, zeros, scheme, damped, options.sweeps, refit=options.scales == "search"
         )
-    return Solution(QuantTensor(codes, scales, zeros, scheme), damping)
+        del damped
+    found = QuantTensor(codes, scales, zeros, scheme)
+    if options.sweeps:
+        found = _or_rounded(target, found, hessian.float(), importance.float(), options.scales)
+    return Solution(found, damping)
+
+
+# Rows that may be better off rounded with a searched range: all, where one input's mean square is so many times the median's ...
+DOMINANT = 100.0
+# ... else those whose loss is more than this share of that of rounding between the extremes.
+SUSPECT = 0.5
+
+
+def _or_rounded(target: Tensor, found: QuantTensor, h: Tensor, importance: Tensor, scales: Scales) -> QuantTensor:
+    """``found``, but for rows that simple rounding leaves with a smaller loss: few channels that dominate H can mislead the column loop."""
+    scheme = found.scheme
+
+    def losses(q: QuantTensor, rows: Tensor) -> Tensor:
+        return row_losses(target[rows], q.codes, q.scales, q.zeros, scheme, h)
+
+    every = torch.arange(len(target), device=target.device)
+    mine = losses(found, every)
+    suspects = every
+    if importance.max() <= DOMINANT * importance.median():
+        plain = rtn(target, scheme, "minmax", importance).quantized
+        suspects = every[mine > SUSPECT * losses(plain, every)]
+    if not len(suspects):
+        return found
+    rounded = rtn(target[suspects], scheme, scales, importance).quantized
+    better = losses(rounded, suspects) < mine[suspects]
+    rows = suspects[better]
+    parts = [None if part is None else part.clone() for part in (found.codes, found.scales, found.zeros)]
+    for part, other in zip(parts, (rounded.codes, rounded.scales, rounded.zeros), strict=True):
+        if part is not None and other is not None:
+            part[rows] = other[better]
+    return QuantTensor(parts[0], parts[1], parts[2], scheme)  # type: ignore[arg-type]
 
 
 def _order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:

@@ -120,10 +120,10 @@ class _Groups:
         weights = self.gain / self.gain.sum(-1, keepdim=True).clamp(min=1e-30)
         for _ in range(ITERATIONS):
             codes = (self.groups / step + zero).round_().clamp_(0, top)
-            left = self.groups - (codes - zero) * step
+            left = self.groups / step - (codes - zero)  # in steps: what is shrunk must not depend on the weights' size
             size = left.abs().clamp_(min=1e-8)
             outliers = size.sub_(size.rsqrt().div_(BETA)).clamp_(min=0).copysign_(left)  # p = 1/2
-            zero = (codes - (self.groups - outliers) / step).mul_(weights).sum(-1, keepdim=True)
+            zero = (codes + outliers - self.groups / step).mul_(weights).sum(-1, keepdim=True)
         return self._fit(_Params(scale, zero.squeeze(-1).round_().clamp_(0, top).to(torch.int16)))
 
     def _fit(self, params: _Params) -> _Params:

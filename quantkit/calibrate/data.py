@@ -29,8 +29,12 @@ class Windows:
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()
 
 
-def load_windows(name: str, tokenizer: Any, *, samples: int, seq_len: int, seed: int, vocab_size: int) -> Windows:
+def load_windows(
+    name: str, tokenizer: Any, *, samples: int, seq_len: int, seed: int, vocab_size: int, after: int = 0
+) -> Windows:
     """Tokenize the text once, cut it into consecutive full windows, draw ``samples`` of them.
+
+    after: of the same draw, so many come first: none of those is among the result.
 
     Models whose tokenizer starts with BOS get BOS as first token of each window. Raises RequestError if the text is too
     short, or if the tokenizer yields ids that the model has no embedding for (a wrong tokenizer).
@@ -40,6 +44,11 @@ def load_windows(name: str, tokenizer: Any, *, samples: int, seq_len: int, seed:
     bos = wants_bos(tokenizer)
     room = seq_len - int(bos)
     count = len(ids) // room
+    if after and count < after + samples:
+        raise RequestError(
+            f"--calibration {name}: {len(ids)} tokens make {count} windows of {seq_len}, but --samples {after} and --distil {samples} more are asked "
+            f"for. Use a longer text, fewer of them, or a shorter --seq-len."
+        )
     if count < samples:
         raise RequestError(
             f"--calibration {name}: {len(ids)} tokens make {count} windows of {seq_len}, but --samples {samples} are asked for. "
@@ -48,7 +57,7 @@ def load_windows(name: str, tokenizer: Any, *, samples: int, seq_len: int, seed:
             else f"--calibration {name}: {len(ids)} tokens are fewer than one window of {seq_len}. Use a longer text."
         )
     check_vocabulary([int(ids.max())], {"vocab_size": vocab_size}, "calibration")
-    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:samples].sort().values
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[after : after + samples].sort().values
     windows = ids[: count * room].reshape(count, room)[chosen]
     if bos:
         windows = torch.cat([torch.full((samples, 1), tokenizer.bos_token_id, dtype=torch.int64), windows], dim=1)

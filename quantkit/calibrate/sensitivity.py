@@ -13,9 +13,8 @@ taken from it; how the options compare comes from |g|^2 |D x|^2, a mean over all
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedModel
 from quantkit.model.skeleton import Blocks
-from quantkit.model.stepper import Call, forward_block, forward_tail
+from quantkit.model.stepper import Call, forward_block, forward_tail, gradients_in_order
 
 Rounding = Callable[[Tensor], Tensor]  # rows of a weight [rows, in] -> what rounding makes of them
 TAIL_TOKENS = 128  # of which logits are held at a time
@@ -67,7 +66,7 @@ def backward(
 
     handles = [block.get_submodule(name).register_forward_hook(hook(name)) for name in names]
     try:
-        with torch.enable_grad(), exact_attention():
+        with torch.enable_grad(), gradients_in_order(hidden.device):
             start = hidden.detach().requires_grad_(True)
             out = forward_block(block, start, call)
             (found,) = torch.autograd.grad(out, start, gradient)
@@ -79,15 +78,6 @@ def backward(
 
 def _thinned(value: Tensor) -> Tensor:
     return value.detach().flatten(0, -2)[::STRIDE].clone()
-
-
-@contextlib.contextmanager
-def exact_attention() -> Iterator[None]:
-    """Attention whose gradients do not depend on the order in which a GPU happens to add."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ are made float when they are used, from codes that are held, or read again each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,9 +26,8 @@ from quantkit.convert.resume import Work
 from quantkit.convert.verify import decision_sha256
 from quantkit.core.host import available_bytes
 from quantkit.core.qtensor import QuantTensor
-from quantkit.errors import NumericsError
 from quantkit.model.skeleton import block_linears
-from quantkit.model.stepper import Call, forward_block, forward_norm, given
+from quantkit.model.stepper import Call, forward_block, forward_norm, given, gradients_in_order
 from quantkit.runtime.load import load_parameters
 from quantkit.runtime.model import head_only
 
@@ -36,17 +36,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Listener = Callable[[str, int, int, str], None]
 """Called as ``listen(what, done, of how many, a word)``."""
-"""Called as ``listen(steps done, steps in all, a word)``."""
 
 
 def distil(plan: Plan, work: Work, windows: Windows, listen: Listener) -> BlockResult:
     """Learn, and return what has changed: scales and norms as they are stored, decisions, and the divergence before and after.
 
     Everything else of the model must have been written. If the windows kept back are not foretold better than before, nothing changes, and the
-    result says so. Raises NumericsError if the divergence is not finite.
+    result says so. The same if a divergence is not finite.
     """
     with torch.enable_grad():
         return _Pass(plan, work, windows, listen).run()
+
+
+class _NotFinite(Exception):
+    """A divergence is not; the step."""
 
 
 @dataclass
@@ -195,20 +198,26 @@ class _Pass:
         self.adam = torch.optim.Adam(self.student.parameters(), lr=self.options.rate, betas=self.options.betas)
 
     def run(self) -> BlockResult:
-        before = self._judge()
-        first = self._resume()
-        for step in range(first, self.steps):
-            self._step(step)
-            self._keep(step + 1)
-        after = self._judge(rounded=True)
         result = BlockResult()
+        before: float | None = None
+        after: float | None = None  # not known where the pass broke off
+        try:
+            with gradients_in_order(self.plan.device):
+                before = self._judge()
+                for step in range(self._resume(), self.steps):
+                    self._step(step)
+                    self._keep(step + 1)
+                after = self._judge(rounded=True)
+        except _NotFinite as error:  # an hour's blocks stand behind this: they are worth keeping
+            result.notes.append(f"--distil: the divergence of step {error} is not finite; nothing was changed")
+        kept = before is not None and after is not None and after < before
         result.distilled = {
             "windows": len(self.states) * self.batches[0].shape[0], "tokens": self.steps * self.batches[0].numel(), "steps": self.steps,
-            "kl_before": before, "kl_after": after, "kept": after < before,
+            "kl_before": before, "kl_after": after, "kept": kept,
         }  # fmt: skip
-        if after < before:
+        if kept:
             self.student.collect(result)
-        else:
+        elif not result.notes:
             result.notes.append(
                 f"--distil: the windows kept back have a divergence of {after:.4f} after it and {before:.4f} before; nothing was changed"
             )
@@ -272,10 +281,8 @@ class _Pass:
         loss, grad = divergence(
             final.detach().flatten(0, 1), target.flatten(0, 1), self._head, self._original_head, vocab
         )
-        if loss != loss or abs(loss) == float("inf"):
-            raise NumericsError(
-                f"--distil: the divergence of step {step} is {loss}. Convert without --distil; a model that overflows cannot be distilled."
-            )
+        if not math.isfinite(loss):
+            raise _NotFinite(step)
         if leaf.requires_grad:
             final.backward(grad.view_as(final))
             assert leaf.grad is not None

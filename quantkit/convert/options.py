@@ -151,10 +151,6 @@ class ConvertOptions:
             raise RequestError(
                 "--distil with --activations int8: the end-to-end pass has no gradient through rounded activations. Leave one of them out."
             )
-        if self.distil > self.samples and self.calibration == "self":
-            raise RequestError(
-                f"--distil {self.distil} with --calibration self: the model writes {self.samples} windows. Use --samples {self.distil}."
-            )
 
     @property
     def scheme(self) -> Scheme:

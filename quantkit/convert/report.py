@@ -181,7 +181,7 @@ class ConvertReport:
         if self.distilled is not None:
             d = self.distilled
             lines.append(
-                f"  distilled divergence on windows kept back {d['kl_before']:.4f} -> {d['kl_after']:.4f}, {d['steps']} steps, "
+                f"  distilled divergence on windows kept back {_kl(d['kl_before'])} -> {_kl(d['kl_after'])}, {d['steps']} steps, "
                 f"{d['tokens']} tokens{'' if d['kept'] else ' (thrown away)'}; the errors above are those before it"
             )
         if self.cache is not None:
@@ -206,6 +206,10 @@ class ConvertReport:
             line.format(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more")
             for line, names in by_reason.items()
         ]
+
+
+def _kl(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
 
 
 def _change(before: int, after: int) -> str:

@@ -108,9 +108,10 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     work = Work(plan)
     try:
         if plan.windows is not None and plan.windows.ids.is_meta:
-            plan.windows = work.text() or _own_text(plan, work, listen)
+            text, samples = work.text() or _own_text(plan, work, listen), plan.options.samples
+            plan.windows = replace(text, ids=text.ids[:samples])
             if plan.distilled_on is not None:
-                plan.distilled_on = replace(plan.windows, ids=plan.windows.ids[: plan.options.distil])
+                plan.distilled_on = replace(text, ids=text.ids[samples:])
         with working_on(plan.device, choose_products(plan.options.products, plan.device)):
             settle(plan, work, lambda done, total: listen(Progress("measure", done, total)))
             report = _Conversion(plan, work, listen).run()

@@ -42,15 +42,21 @@ def planned(options: ConvertOptions, tokenizer: Any) -> Windows:
     return Windows(ids, NAME, "", bos, options.seed)
 
 
+def windows_in_all(options: ConvertOptions) -> int:
+    """Those of the method, and then those of the end-to-end pass."""
+    return options.samples + options.distil
+
+
 def sequences(options: ConvertOptions) -> int:
     """Sequences of ``seq_len`` tokens that are written: one per window, up to TOKENS in all."""
-    return max(1, min(options.samples, TOKENS // options.seq_len))
+    return max(1, min(windows_in_all(options), TOKENS // options.seq_len))
 
 
 def note(options: ConvertOptions, needed: int) -> str:
     """What a plan says about it. needed: bytes of the whole model and its cache."""
     count = sequences(options)
-    recut = "" if count == options.samples else f", cut into {options.samples} windows that overlap"
+    wanted = windows_in_all(options)
+    recut = "" if count == wanted else f", cut into {wanted} windows that overlap"
     return (
         f"--calibration self: the model writes {count} x {options.seq_len} tokens first{recut}; for this it is in memory "
         f"whole ({needed / 1e9:.2f} GB)"
@@ -68,7 +74,7 @@ def bytes_needed(config: Any, weights: int, options: ConvertOptions) -> int:
 def write(
     source: Source, tokenizer: Any, options: ConvertOptions, listen: Listener, device: torch.device | str = "cpu"
 ) -> Windows:
-    """Let the model write, and cut what it wrote into ``options.samples`` windows. The same seed gives the same tokens.
+    """Let the model write, and cut what it wrote into ``windows_in_all`` windows. The same seed gives the same tokens.
 
     Raises SourceError when the tokenizer has no ordinary token to start from.
     """
@@ -80,7 +86,7 @@ def write(
     model = load(source.path, dtype="auto", kv_bits=16, device=device)
     written = _continue(model, starts, bos, room, options.seed, listen)
     text = tokenizer.decode(written.flatten().tolist())
-    windows = cut(written.flatten(), options.samples, room)
+    windows = cut(written.flatten(), windows_in_all(options), room)
     if bos is not None:
         windows = torch.cat([torch.full((len(windows), 1), bos, dtype=torch.int64), windows], dim=1)
     return Windows(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.algorithms.tune import Tuned, TuneOptions, tune
 from quantkit.convert.options import ConvertOptions
 from quantkit.core.qtensor import QuantTensor
-from quantkit.model.stepper import Call, forward_block, given
+from quantkit.model.stepper import Call, forward_block, given, gradients_in_order
 
 STEP_TOKENS = 1024  # that a step learns from: more cost as much time as more steps do, which help more
 
@@ -39,10 +37,7 @@ def tune_block(options: ConvertOptions, block: nn.Module, start: Mapping[str, Qu
 
     weights = {name: block.get_parameter(f"{name}.weight") for name in start}
     windows = max(1, STEP_TOKENS // lesson.inputs[0].shape[1])
-    on_gpu = next(iter(weights.values())).device.type == "cuda"
-    # the gradients of the fast kernels add up in an order of their own each time: not the same bytes
-    exactly = sdpa_kernel(SDPBackend.MATH) if on_gpu else contextlib.nullcontext()
-    with exactly:
+    with gradients_in_order(next(iter(weights.values())).device):
         return tune(
             forward,
             weights,

@@ -46,7 +46,9 @@ def read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, prob
     return _read_windows(options, tokenizer, model, problems)
 
 
-def _read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str]) -> Windows | None:
+def _read_windows(
+    options: ConvertOptions, tokenizer: Any, model: nn.Module, problems: list[str], after: int = 0
+) -> Windows | None:
     config: Any = model.config
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and options.seq_len > limit:
@@ -63,6 +65,7 @@ def _read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, pro
             seq_len=options.seq_len,
             seed=options.seed,
             vocab_size=config.vocab_size,
+            after=after,
         )
     except QuantkitError as error:
         problems.append(str(error))
@@ -72,13 +75,15 @@ def _read_windows(options: ConvertOptions, tokenizer: Any, model: nn.Module, pro
 def distil_windows(
     options: ConvertOptions, windows: Windows | None, tokenizer: Any, model: nn.Module, problems: list[str]
 ) -> Windows | None:
-    """The windows of the end-to-end pass: another draw from the calibration text, or as many of those that the model writes."""
+    """The windows of the end-to-end pass: none that the method learned from, or those kept back would judge too kindly."""
     if not options.distil:
         return None
     if options.calibration == selftext.NAME:
-        return None if windows is None else replace(windows, ids=windows.ids[: options.distil])
-    asked = replace(options, samples=options.distil, seed=(options.seed + 1) % 2**63)
-    return _read_windows(asked, tokenizer, model, problems)
+        return None if windows is None else replace(windows, ids=windows.ids.new_empty(options.distil, options.seq_len))
+    if options.needs_data and windows is None:  # what is wrong with the text was said
+        return None
+    asked = replace(options, samples=options.distil)
+    return _read_windows(asked, tokenizer, model, problems, after=options.samples if options.needs_data else 0)
 
 
 def few_tokens(tokens: int, blocks: Blocks) -> list[str]:

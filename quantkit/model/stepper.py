@@ -206,6 +206,18 @@ def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | Non
 
 
 @contextlib.contextmanager
+def gradients_in_order(device: torch.device) -> Iterator[None]:
+    """Attention whose gradients do not depend on the order in which a GPU happens to add: the fast kernels give other bytes each time."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if device.type != "cuda":
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@contextlib.contextmanager
 def given(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Parameters of a module, by name inside it, replaced for a while by tensors that need not be parameters (gradients go through)."""
     before: list[tuple[dict[str, Any], str, Any]] = []

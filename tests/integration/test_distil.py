@@ -15,6 +15,8 @@ import quantkit
 from quantkit.algorithms import distil as algorithm
 from quantkit.algorithms.distil import DistilOptions
 from quantkit.convert import distil as distil_pass
+from quantkit.convert.options import ConvertOptions
+from quantkit.convert.plan import make_plan
 from quantkit.errors import RequestError
 
 OPTIONS: dict[str, Any] = {"method": "rtn", "bits": 3, "group_size": 32, "format": "native", "seq_len": 64, "distil": 8}
@@ -80,7 +82,7 @@ def test_what_makes_the_model_worse_is_thrown_away(
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "awq", "samples": 8, "format": "compressed-tensors", "bits": 4},
+        {"method": "awq", "samples": 8, "format": "compressed-tensors", "bits": 4, "distil": 24},
         {"samples": 8, "format": "gptq", "kv_bits": 8, "kv_scales": "static"},
         {"rules": ("lm_head=bits:8",)},
         {"calibration": "self", "samples": 8, "distil": 4},
@@ -117,8 +119,6 @@ def test_requests_that_make_no_sense_are_refused(tiny_original: Path, tmp_path: 
         quantkit.convert(tiny_original, tmp_path / "out", distil=1)
     with pytest.raises(RequestError, match="no gradient through rounded activations"):
         quantkit.convert(tiny_original, tmp_path / "out", method="rtn", activations="int8", distil=4)
-    with pytest.raises(RequestError, match="--samples 9"):
-        quantkit.convert(tiny_original, tmp_path / "out", calibration="self", samples=8, distil=9)
 
 
 def test_the_pass_is_told_in_report_and_manifest(
@@ -131,3 +131,49 @@ def test_the_pass_is_told_in_report_and_manifest(
     assert run.returncode == 0, run.stderr
     assert "distilled divergence on windows kept back" in run.stdout
     assert '"distilled"' in (tmp_path / "out" / "quantkit.json").read_text()
+
+
+def test_no_window_that_a_method_learned_from_is_distilled_on_or_judges(tiny_original: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"The engine number {i} waits near gate {i * i}." for i in range(200)))
+    options = ConvertOptions(
+        str(tiny_original), tmp_path / "out", method="awq", calibration=str(text), samples=12, seq_len=32, distil=10
+    )
+    plan = make_plan(options)
+    assert plan.windows is not None
+    assert plan.distilled_on is not None
+    learned, distilled = ({tuple(row) for row in w.ids.tolist()} for w in (plan.windows, plan.distilled_on))
+    assert len(learned) == 12
+    assert len(distilled) == 10
+    assert not learned & distilled
+
+
+def test_a_text_too_short_for_both_is_refused_with_both_numbers(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match="--samples 8 and --distil 5000 more are asked"):
+        quantkit.convert(
+            tiny_original, tmp_path / "out", method="awq", calibration=str(calibration_text), samples=8, seq_len=32, distil=5000
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_divergence_that_is_not_finite_leaves_the_blocks_as_they_are_and_is_told(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantkit.convert(tiny_original, tmp_path / "plain", **PLAIN)
+    real, calls = distil_pass.divergence, []
+
+    def third_is_infinite(*args: Any) -> Any:
+        calls.append(1)
+        loss, grad = real(*args)
+        return (float("inf") if len(calls) == 3 else loss), grad
+
+    monkeypatch.setattr(distil_pass, "divergence", third_is_infinite)
+    report = quantkit.convert(tiny_original, tmp_path / "out", calibration=str(calibration_text), **OPTIONS)
+    assert report.distilled is not None
+    assert not report.distilled["kept"]
+    assert any("is not finite; nothing was changed" in note for note in report.notes)
+    assert "-> unknown" in report.table()
+    before, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

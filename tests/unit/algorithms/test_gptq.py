@@ -38,6 +38,28 @@ def test_gptq_is_never_worse_than_rounding_when_inputs_are_correlated(
     assert loss <= proxy_loss(w, rounded.quantized.dequantize(), h)[0] * 1.0001
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    bits=st.sampled_from([3, 4, 8]),
+    group=st.sampled_from([None, 16]),
+    symmetric=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_no_row_is_worse_than_rounding_when_a_few_channels_dominate(
+    bits: int, group: int | None, symmetric: bool, seed: int
+) -> None:
+    """Fewer tokens than channels, and three channels fifty times as large as the others."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(24, 32, generator=g)
+    x[:, torch.randperm(32, generator=g)[:3]] *= 50
+    w, h = torch.randn(16, 32, generator=g), (x.t() @ x).double() / 24
+    scheme = Scheme(bits, group, symmetric)
+    solved = gptq(w, h, scheme).quantized.dequantize()
+    rounded = rtn(w, scheme, GPTQOptions().scales, h.diagonal()).quantized.dequantize()
+    losses = [((w - found).double() @ h * (w - found)).sum(1) for found in (solved, rounded)]
+    assert bool((losses[0] <= losses[1] * 1.001 + 1e-9).all())
+
+
 def test_gptq_rounds_to_nearest_when_inputs_are_uncorrelated() -> None:
     w, _ = problem(8, 32, 0)
     scheme = Scheme(4, 16, symmetric=False)

@@ -86,3 +86,13 @@ def test_factors_are_the_root_of_the_sizes_around_one() -> None:
     assert float(factors[2] / factors[0]) == pytest.approx(4.0, rel=0.05)
     torch.testing.assert_close(channel_factors(size * 100), factors)
     assert bool((channel_factors(torch.tensor([0.0, 1.0])) > 0).all())
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_weights_of_another_size_get_the_same_codes(bits: int) -> None:
+    """By a power of two nothing else may change: what the half-quadratic start calls an outlier is one relative to the step."""
+    w = torch.randn(32, 128, generator=torch.Generator().manual_seed(3)) ** 3
+    scheme = Scheme(bits, 64, symmetric=False)
+    first, second = (hqq(w * size, scheme).quantized for size in (1.0, 1 / 32))
+    assert torch.equal(first.codes, second.codes)
+    assert torch.equal(first.scales, second.scales * 32)
