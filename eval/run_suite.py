@@ -183,7 +183,10 @@ class Runner:
         real = {name: str(source), "OUT": str(out), "WORK": str(self.work)}
         begun = {"started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "load_at_start": os.getloadavg()[0]}
         words = [*(real.get(word, word) for word in command), *(["--resume"] if resumed else [])]
-        made: dict[str, Any] = json.loads(execute([sys.executable, *words]))
+        printed = execute([sys.executable, *words])
+        for word, path in real.items():  # a warning may name one
+            printed = printed.replace(path, word)
+        made: dict[str, Any] = json.loads(printed)
         made = {**made, "out": row["id"], **begun, **({"resumed": True} if resumed else {})}
         if isinstance(made.get("layers"), list):
             made["layers"] = len(made["layers"])  # the per-layer report stays in the checkpoint

@@ -290,7 +290,6 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
     if options.method != "gptq":
         scaled = options.method in algorithms.FOLDING
         useless["fold"] = f"--method {options.method} {'always scales' if scaled else 'does not scale'} channels"
-    if options.method != "gptq":
         useless["gptaq"] = f"--method {options.method} has no targets of its own"
     if options.method == "smooth":
         useless["damping"] = "--method smooth rounds without a Hessian"

@@ -137,7 +137,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     if options.method == "tune" and any(expert_linears(block) for block in blocks.modules):
         problems.append(
             "--method tune: the tokens that reach an expert change while a block learns; mixtures of experts are not tuned. "
-            "Use --method awq or gptq."
+            "Use --preset balanced, or --method awq or gptq."
         )
     if windows is not None and options.method in CALIBRATED:
         warnings += few_tokens(windows.ids.numel(), blocks)

@@ -352,11 +352,10 @@ class _Conversion:
 
     def _distil(self) -> None:
         """The end-to-end pass; what it changes replaces what the blocks' parts hold."""
-        plan = self.plan
-        if plan.distilled_on is not None:
+        if (windows := self.plan.distilled_on) is not None:
             result = self.work.replay(distil.PART)
             if result is None:
-                result = distil.distil(plan, self.work, plan.distilled_on, lambda *where: self.listen(Progress(*where)))
+                result = distil.distil(self.plan, self.work, windows, lambda *where: self.listen(Progress(*where)))
                 self.work.record(distil.PART, result, over=True)
             self._collect(result)
             self.report.distilled = result.distilled
