@@ -134,7 +134,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option(
     "--tune-steps",
     type=int,
-    default=60,
+    default=240,
     show_default=True,
     help="tune: steps of learning per block; time grows with them.",
 )
