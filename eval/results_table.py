@@ -1,4 +1,4 @@
-"""Make the tables of README.md and docs/kv.md from eval/results/*.json.
+"""Make the tables of README.md, docs/kv.md, docs/quality.md and the studies' page from the results beside their suites.
 
 python eval/results_table.py            rewrite the tables between their markers
 python eval/results_table.py --check    exit code 1 if a table is not what the results say
@@ -28,12 +28,17 @@ PEER_HEAD = ["model", "made by", "bits / weight", "perplexity", "KL (nats)", "se
 
 def load_results(suite_name: str = "main", root: Path = ROOT) -> Results:
     """(row of the suite, its result) in the suite's order, for rows that have a result."""
-    suite = tomllib.loads((root / "eval" / "suites" / f"{suite_name}.toml").read_text(encoding="utf-8"))
+    return load_suite(root / "eval" / "suites" / f"{suite_name}.toml", root / "eval" / "results")
+
+
+def load_suite(path: Path, results: Path) -> Results:
+    """The same of a suite anywhere."""
+    suite = tomllib.loads(path.read_text(encoding="utf-8"))
     found = []
     for row in suite["row"]:
-        path = root / "eval" / "results" / f"{row['id']}.json"
-        if path.exists():
-            found.append((row, json.loads(path.read_text(encoding="utf-8"))))
+        made = results / f"{row['id']}.json"
+        if made.exists():
+            found.append((row, json.loads(made.read_text(encoding="utf-8"))))
     return found
 
 
@@ -188,6 +193,39 @@ def kv_tables() -> dict[str, str]:
     }
 
 
+LADDER_HEAD = ["model", "made by", "bits / weight", "perplexity", "KL (nats)", "same top token"]
+
+
+def render_ladder(results: Results) -> str:
+    """Rows by model and KL, without the original, with the bits of the quantized weights."""
+    lines = []
+    for _, rows in kv_order(results):
+        for row, got in rows:
+            lines.append(
+                [
+                    row["model"], row["label"], f"{got['bits_per_weight']:.3f}", f"{got['perplexity']:.2f}",
+                    f"{got['kl_mean']:.4f} ± {got['kl_stderr']:.4f}", f"{100 * got['top1_agreement']:.1f} %",
+                ]
+            )  # fmt: skip
+    return markdown(LADDER_HEAD, lines)
+
+
+def quality_tables() -> dict[str, str]:
+    """The presets beside each other, seeds one by one."""
+    return {"ladder": render_ladder(load_results("weights"))}
+
+
+def study_tables() -> dict[str, str]:
+    """What each calibration text gave."""
+    here = ROOT / "calibration" / "studies"
+    shared = [
+        ({**row, "label": row["label"].replace("preset balanced, W4 g64", "wikipedia-sample, 64 windows")}, result)
+        for row, result in load_results("weights")
+        if "-balanced-w4-g64-asym" in row["id"]
+    ]
+    return {"studies": render_ladder([*shared, *load_suite(here / "studies.toml", here / "results")])}
+
+
 def beside(name: str) -> Any:
     """A script of this folder as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "eval" / f"{name}.py")
@@ -221,7 +259,12 @@ def split(readme: str, name: str) -> tuple[str, str, str]:
     return before + start, table, end + after
 
 
-PAGES: dict[str, Callable[[], dict[str, str]]] = {"README.md": tables, "docs/kv.md": kv_tables}
+PAGES: dict[str, Callable[[], dict[str, str]]] = {
+    "README.md": tables,
+    "docs/kv.md": kv_tables,
+    "docs/quality.md": quality_tables,
+    "calibration/studies/README.md": study_tables,
+}
 
 
 def main() -> None:

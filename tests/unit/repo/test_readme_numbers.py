@@ -52,9 +52,10 @@ def test_the_readmes_tables_are_what_the_results_say(readme):
         assert module.block_of(readme, name) == table, f"{name}: run `python eval/results_table.py`"
 
 
-def test_the_tables_of_the_page_on_caches_are_what_the_results_say():
-    module, page = results_table(), (ROOT / "docs" / "kv.md").read_text(encoding="utf-8")
-    for name, table in module.kv_tables().items():
+@pytest.mark.parametrize("path", ["docs/kv.md", "docs/quality.md", "calibration/studies/README.md"])
+def test_the_tables_of_other_pages_are_what_the_results_say(path):
+    module, page = results_table(), (ROOT / path).read_text(encoding="utf-8")
+    for name, table in module.PAGES[path]().items():
         assert module.block_of(page, name) == table, f"{name}: run `python eval/results_table.py`"
 
 
