@@ -17,9 +17,9 @@ from quantkit.formats import WRITABLE
 
 
 class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
-    """A number of inputs, or 'channel' for one scale per output row."""
+    """A number of inputs, 'channel' for one scale per output row, or 'auto': chosen with the bits."""
 
-    name = "size|channel"
+    name = "size|channel|auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str | None:
         if value in (None, "channel", "-1", -1):
@@ -29,7 +29,9 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
         try:
             return int(value)
         except ValueError:
-            raise RequestError(f"--group-size {value}: a positive number of inputs, or 'channel'.") from None
+            raise RequestError(
+                f"--group-size {value}: a positive number of inputs, 'channel', or 'auto' with --target-bpw or --target-size."
+            ) from None
 
 
 @click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
@@ -53,7 +55,8 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     type=GroupSize(),
     default="128",
     show_default=True,
-    help="Inputs per scale, or 'channel'. With a target: auto.",
+    metavar="SIZE|channel|auto",
+    help="Inputs per scale, or 'channel'; auto: chosen with the bits (only with --target-*, and the default there).",
 )
 @click.option(
     "--target-bpw",
@@ -147,18 +150,18 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     help="After the blocks: scales and norms learn the original's distribution on so many windows, codes stay. 0: no.",
 )
 @click.option(
-    "--fold",
-    is_flag=True,
-    help="gptq: scale channels by AWQ's search first; norms and biases change too. (preset balanced)",
+    "--fold/--no-fold",
+    default=False,
+    help="gptq: scale channels by AWQ's search first; norms and biases change too. (preset balanced; --no-fold takes it out)",
 )
 @click.option(
-    "--rotate",
-    is_flag=True,
+    "--rotate/--no-rotate",
+    default=False,
     help="Rotate residual stream and values first (Hadamard, folded into the weights; llama, mistral, qwen3). A tied head becomes a matrix of its own.",
 )
 @click.option(
-    "--gptaq",
-    is_flag=True,
+    "--gptaq/--no-gptaq",
+    default=False,
     help="gptq: aim at the outputs that the original model's inputs give; another pass over the text, another stream of states.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Which windows of the text are drawn.")
@@ -197,6 +200,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     )
     from quantkit.convert.plan import make_plan
     from quantkit.convert.repack import plan_repack
+    from quantkit.convert.repack_request import refuse_preset
     from quantkit.convert.run import run
 
     preset = given.pop("preset")
@@ -204,11 +208,10 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     given.update(apply_activations({**_typed(given), "activations": given["activations"]}))
     given.update(apply_target(_typed(given)))
     started = time.perf_counter()
-    options = ConvertOptions(source=source, out=out, format=format_, **given)
+    options = ConvertOptions(source=source, out=out, preset=preset, format=format_, **given)
     repacking = plan_repack(source, out, _typed({**given, "format": format_}))
     if repacking is not None:
-        if preset is not None:
-            raise RequestError(f"--preset {preset} has no effect: {source} is quantized and is repacked. Leave it out.")
+        refuse_preset(source, preset)
         _run_repack(repacking, started, dry_run=dry_run, as_json=as_json)
         return
     refuse_without_effect(_typed(given), options)

@@ -10,6 +10,7 @@ from quantkit.algorithms.allocate import Choices
 from quantkit.convert.allocation import Allocation
 from quantkit.convert.probe import Unit
 from quantkit.convert.targets import Target
+from quantkit.core.host import size_text
 
 POINTS = 12  # of the curve, besides the chosen one
 
@@ -60,8 +61,8 @@ def curve(allocation: Allocation, choices: Choices, damage: Sequence[Sequence[fl
 def allocation_lines(found: Mapping[str, Any]) -> list[str]:
     """For people: what was reached, the curve it was chosen from, and which kinds of weights got what."""
     lines = [
-        f"  target    {found['target']}: {found['model_bits_per_weight']:.4f} bits per weight of the whole model ({found['bytes']} of "
-        f"{found['budget_bytes']} bytes); predicted KL {found['predicted_kl']:.3g} if all were rounded",
+        f"  target    {found['target']}: {found['model_bits_per_weight']:.4f} bits per weight of the whole model ({size_text(found['bytes'])} of "
+        f"{size_text(found['budget_bytes'])}); predicted KL {found['predicted_kl']:.3g} if all were rounded",
         "            bits per weight   predicted KL",
     ]
     points = [(row["model_bits_per_weight"], row["predicted_kl"], "") for row in found["curve"]]

@@ -6,6 +6,7 @@ from typing import Any
 
 from quantkit.convert.engines import verdict_lines
 from quantkit.convert.lint import lint_plan
+from quantkit.convert.options import method_words
 from quantkit.convert.plan import Plan
 from quantkit.core.host import size_text
 
@@ -18,13 +19,12 @@ def describe(plan: Plan) -> str:
     lines = [
         f"{o.source} -> {o.out}",
         f"  model     {config.model_type}, {len(plan.blocks)} blocks, {len(plan.targets)} linears with {count / 1e6:.1f} M weights",
-        f"  method    {o.method}, {o.target if o.allocates else o.scheme.describe()}, scales by {o.scales}; format {o.format}"
+        f"  method    {method_words(o.method, o.method_options, o.preset)}, {o.target if o.allocates else o.scheme.describe()}, scales by {o.scales}; format {o.format}"
         + (
             f"; {o.cache.words()}, {'calibrated' if o.kv_bits == 'fp8' else o.kv_scales} scales"
             if o.cache.wanted
             else ""
-        )
-        + ("; rotated" if o.rotate else ""),
+        ),
     ]
     if plan.windows is not None:
         w = plan.windows
@@ -57,6 +57,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "out": str(plan.options.out),
         "work_dir": str(plan.options.work_folder),
+        "preset": plan.options.preset,
         "options": plan.options.for_manifest(),
         **plan.prediction.to_json(),
         "phases": plan.prediction.phases,

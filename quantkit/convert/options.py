@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ class ConvertOptions:
 
     source: str
     out: Path
+    preset: str | None = (
+        None  # the name that was asked for; what it stands for is in the other options, see apply_preset
+    )
     method: str = "gptq"
     bits: int = 4
     group_size: int | str | None = 128  # with a target: what all groups have, or "auto": chosen with the bits
@@ -69,6 +72,7 @@ class ConvertOptions:
     work_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        check_preset(self.preset)
         if self.method not in algorithms.METHODS:
             later = self.method in algorithms.LATER
             raise RequestError(
@@ -139,10 +143,12 @@ class ConvertOptions:
 
     @property
     def target(self) -> str:
-        """What was asked for, as it is typed."""
+        """What was asked for, in the words of the command line; a size in the unit that people read."""
         if self.target_bpw is not None:
             return f"--target-bpw {self.target_bpw:g}"
-        return f"--target-size {self.target_size}"
+        assert isinstance(self.target_size, int)
+        unit = next((unit for unit in ("TB", "GB", "MB", "kB") if self.target_size >= UNITS[unit.upper()]), "B")
+        return f"--target-size {self.target_size / UNITS[unit.upper()]:.4g} {unit}"
 
     def _check_distil(self) -> None:
         if self.distil < 0 or self.distil == 1:
@@ -157,6 +163,16 @@ class ConvertOptions:
         """What is not said otherwise; with a target only what rules start from, and what all options have in common."""
         size: Any = 128 if self.group_size == AUTO else self.group_size
         return Scheme(self.bits, size, self.symmetric, self.scale_dtype, self.activations)
+
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """What goes with the method, or was taken out of a preset: everything that decides how codes are found and has no line of its own in a plan."""
+        in_preset = {} if self.preset is None else PRESETS[self.preset]
+        return {
+            name: getattr(self, name)
+            for name in ("fold", "gptaq", "rotate", "tune_steps", "distil")
+            if (self.method == "tune" if name == "tune_steps" else getattr(self, name) or in_preset.get(name))
+        }
 
     @property
     def cache(self) -> CacheRequest:
@@ -202,6 +218,7 @@ class ConvertOptions:
         # source and text are identified by their hashes: a path would change the bytes and tell where they lay
         for key in (
             "source",
+            "preset",  # a name for options that are here
             "calibration",
             "out",
             "overwrite",
@@ -222,6 +239,8 @@ class ConvertOptions:
             data.pop(key)
         return data
 
+
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(ConvertOptions)}
 
 # What a preset sets; an option that was given wins, another method contradicts.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -260,12 +279,33 @@ def parse_size(text: int | str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
+def check_preset(preset: str | None) -> None:
+    """Raises RequestError for an unknown preset."""
+    if preset is not None and preset not in PRESETS:
+        raise RequestError(f"--preset {preset}: is no preset. Presets: {', '.join(PRESETS)}.")
+
+
+def method_words(method: str, options: Mapping[str, Any], preset: str | None) -> str:
+    """A method with its ``ConvertOptions.method_options``, as they are typed.
+
+    >>> method_words("gptq", {"fold": True, "distil": 8}, "balanced")
+    'gptq --fold --distil 8 (preset balanced)'
+    """
+    flags = {name: name.replace("_", "-") for name in options}
+    typed = [
+        (f"--{flags[name]}" if value else f"--no-{flags[name]}")
+        if isinstance(value, bool)
+        else f"--{flags[name]} {value}"
+        for name, value in options.items()
+    ]
+    return " ".join([method, *typed]) + ("" if preset is None else f" (preset {preset})")
+
+
 def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options a preset adds to those that were given. Raises RequestError for an unknown preset or a contradiction."""
+    check_preset(preset)
     if preset is None:
         return {}
-    if preset not in PRESETS:
-        raise RequestError(f"--preset {preset}: is no preset. Presets: {', '.join(PRESETS)}.")
     chosen = PRESETS[preset]
     method = given.get("method", chosen["method"])
     if method != chosen["method"]:
@@ -278,8 +318,32 @@ def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]
 def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None:
     """Options that were given and would do nothing are refused: silence would look like obedience.
 
-    given: the names that were written out, whatever their values. Raises RequestError that names all of them.
+    An option's default asks for nothing: given, it is as good as not given, unless another option decides the same thing. given: the names
+    that were written out. Raises RequestError that names all of them.
     """
+    decided = _decided_elsewhere(options)
+    useless = {name: why for name, why in _without_effect(options).items() if getattr(options, name) != DEFAULTS[name]}
+    useless |= decided
+    found = [name for name in useless if name in set(given)]
+    if found:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+        reasons = "; ".join(dict.fromkeys(useless[name] for name in found))
+        verb, them = ("has", "it") if len(found) == 1 else ("have", "them")
+        raise RequestError(f"{flags} {verb} no effect: {reasons}. Leave {them} out.")
+
+
+def _decided_elsewhere(options: ConvertOptions) -> dict[str, str]:
+    """Options whose every value, the default too, says something else than another option does; with the reason."""
+    decided = {}
+    if options.allocates:
+        decided["bits"] = f"{options.target} chooses the bits"
+    if options.kv_budget is not None:
+        decided["kv_bits"] = "--kv-budget chooses the bits"
+    return decided
+
+
+def _without_effect(options: ConvertOptions) -> dict[str, str]:
+    """Options that do nothing beside the others, with the reason."""
     useless: dict[str, str] = {}
     if options.method in ("awq", "tune") and options.scales == "minmax":
         useless["damping"] = f"--method {options.method} --scales minmax takes no ranges from statistics"
@@ -293,8 +357,6 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         useless["gptaq"] = f"--method {options.method} has no targets of its own"
     if options.method == "smooth":
         useless["damping"] = "--method smooth rounds without a Hessian"
-    if options.allocates:
-        useless["bits"] = f"{options.target} chooses the bits"
     if not (options.needs_data or options.allocates):
         why = f"--method {options.method} reads no text"
         kept = {"samples"} if options.distil else {"calibration", "samples", "seq_len"}
@@ -310,11 +372,4 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
         useless["products"] = f"--method {options.method} uses no statistics"
     if options.kv_bits == "fp8":
         useless["kv_scales"] = "--kv-bits fp8 has scales of its own"
-    if options.kv_budget is not None:
-        useless["kv_bits"] = "--kv-budget chooses the bits"
-    found = [name for name in useless if name in set(given)]
-    if found:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in found)
-        reasons = "; ".join(dict.fromkeys(useless[name] for name in found))
-        verb, them = ("has", "it") if len(found) == 1 else ("have", "them")
-        raise RequestError(f"{flags} {verb} no effect: {reasons}. Leave {them} out.")
+    return useless

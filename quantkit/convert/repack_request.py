@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.convert.options import DEFAULTS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
@@ -38,7 +39,7 @@ def refuse_contradictions(
     for name, value in requested.items():
         if name in FREE or name in calibrating or (value in (None, (), []) and name != "group_size"):
             continue
-        if name not in stored and value is False:  # a flag that is off asks for nothing
+        if name not in stored and value == DEFAULTS[name]:  # asks for nothing
             continue
         if name not in stored:
             raise RequestError(
@@ -53,6 +54,12 @@ def refuse_contradictions(
                 f"{_flag(name, value)}: {path} is quantized already, with {_said(name, stored[name])}. Repacking changes no code: leave "
                 "the option out, or quantize the 16-bit original."
             )
+
+
+def refuse_preset(path: str, preset: str | None) -> None:
+    """Raises RequestError for a preset: nothing is quantized."""
+    if preset is not None:
+        raise RequestError(f"--preset {preset} has no effect: {path} is quantized and is repacked. Leave it out.")
 
 
 def _flag(name: str, value: Any) -> str:

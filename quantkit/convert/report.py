@@ -9,6 +9,7 @@ from typing import Any
 from quantkit.convert.allocated import allocation_lines
 from quantkit.convert.cache import label_words, summary_lines
 from quantkit.convert.engines import Verdict, verdict_lines
+from quantkit.convert.options import method_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class ConvertReport:
     format: str
     scheme: str
     kv_bits: int | str
+    preset: str | None = None  # that was asked for
+    method_options: dict[str, Any] = field(default_factory=dict)  # see ConvertOptions
     layers: list[LayerReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -101,8 +104,20 @@ class ConvertReport:
             "layers": layers,
         }
 
+    def for_manifest(self) -> dict[str, Any]:
+        """What the folder tells of how it came about, beside the job's identity: no times and no paths."""
+        layers = [layer.to_json() for layer in self.layers]
+        return {
+            "preset": self.preset,
+            "notes": self.notes,
+            "cache": self.cache,
+            **({} if self.allocation is None else {"allocation": self.allocation}),
+            **self.learned(),
+            "layers": layers,
+        }
+
     def learned(self) -> dict[str, Any]:
-        """What was learned, for the manifest: ``tuning`` if the method learns, ``distilled`` if there was an end-to-end pass."""
+        """What was learned: ``tuning`` if the method learns, ``distilled`` if there was an end-to-end pass."""
         tuning = {"tuning": self.tuning} if self.tuning else {}
         return {**tuning, **({} if self.distilled is None else {"distilled": self.distilled})}
 
@@ -118,6 +133,8 @@ class ConvertReport:
         return {
             "out": str(self.out),
             "method": self.method,
+            "method_options": self.method_options,
+            "preset": self.preset,
             "format": self.format,
             "repacked_from": self.repacked_from,
             "scheme": self.scheme,
@@ -145,7 +162,9 @@ class ConvertReport:
 
     def table(self, *, warned: bool = False) -> str:
         """A few lines for people: what was written, how well, the worst layers. warned: the plan's warnings were shown before."""
-        did = self.method if self.repacked_from is None else f"repacked from {self.repacked_from}, no code changed"
+        did = method_words(self.method, self.method_options, self.preset)
+        if self.repacked_from is not None:
+            did = f"repacked from {self.repacked_from}, no code changed"
         lines = [
             f"{self.out}: {did}, {self.scheme}, {self.format}"
             + (f", {label_words(self.kv_bits)}" if self.kv_bits != 16 else ""),

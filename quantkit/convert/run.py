@@ -80,6 +80,7 @@ def convert(
     also on Ctrl-C or a kill (the error's note says so); under the name ``out`` there is nothing half-written, ever.
     """
     from quantkit.convert.repack import plan_repack, run_repack
+    from quantkit.convert.repack_request import refuse_preset
 
     known = set(ConvertOptions.__dataclass_fields__)
     unknown = sorted(set(options) - known)
@@ -91,9 +92,10 @@ def convert(
     options.update(apply_target(options))
     started = time.perf_counter()
     listen = on_progress or (lambda progress: None)
-    asked = ConvertOptions(source=str(source), out=Path(out), **options)
-    repacking = plan_repack(source, Path(out), options)
+    asked = ConvertOptions(source=str(source), out=Path(out), preset=preset, **options)
+    repacking = plan_repack(source, Path(out), given)
     if repacking is not None:
+        refuse_preset(str(source), preset)
         return run_repack(repacking, listen, started)
     refuse_without_effect(given, asked)
     plan = make_plan(asked)
@@ -156,6 +158,8 @@ class _Conversion:
             o.format,
             o.target if o.allocates else o.scheme.describe(),
             o.kv_bits,
+            o.preset,
+            o.method_options,
             warnings=plan.warnings,
         )
         self.report.engines = lint_plan(plan)
@@ -389,12 +393,4 @@ class _Conversion:
 
     def _manifest(self) -> dict[str, Any]:
         """What made these bytes. No times and no paths: the same job gives the same manifest."""
-        layers = [layer.to_json() for layer in self.report.layers]
-        return {
-            **identity(self.plan),
-            "notes": self.report.notes,
-            "cache": self.report.cache,
-            **({} if self.plan.allocated is None else {"allocation": self.plan.allocated}),
-            **self.report.learned(),
-            "layers": layers,
-        }
+        return {**identity(self.plan), **self.report.for_manifest()}

@@ -34,7 +34,7 @@ def test_the_same_seed_gives_the_same_bytes_and_channels_are_scaled(tiny_origina
     assert not torch.equal(open_source(tmp_path / "one").read(norm), open_source(tiny_original).read(norm))
 
 
-@pytest.mark.parametrize("given", [{"samples": 8}, {"seq_len": 64}, {"calibration": "wikipedia-sample"}])
+@pytest.mark.parametrize("given", [{"samples": 8}, {"seq_len": 64}, {"calibration": "self"}])
 def test_options_of_a_text_are_refused(tiny_original: Path, tmp_path: Path, given: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="has no effect: --method hqq reads no text"):
         quantkit.convert(str(tiny_original), out=tmp_path / "out", method="hqq", **given)  # type: ignore[arg-type]

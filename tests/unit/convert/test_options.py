@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.convert.options import ConvertOptions, refuse_without_effect
+from quantkit.convert.options import ConvertOptions, apply_preset, method_words, refuse_without_effect
 from quantkit.errors import RequestError
 
 
@@ -15,7 +15,7 @@ from quantkit.errors import RequestError
     ("given", "said"),
     [
         (
-            dict(method="rtn", damping=0.01),
+            dict(method="rtn", damping=0.1),
             r"--damping has no effect: --method rtn uses no statistics of a text\. Leave it out",
         ),
         (
@@ -24,6 +24,7 @@ from quantkit.errors import RequestError
         ),
         (dict(method="awq", scales="minmax", damping=0.1), "--damping has no effect: --method awq --scales minmax"),
         (dict(method="rtn", kv_bits=8, damping=0.1, samples=4), "--damping has no effect"),
+        (dict(target_bpw=4.25, bits=4), r"--bits has no effect: --target-bpw 4\.25 chooses the bits"),
         (dict(method="rtn", products="bf16x3"), "--products has no effect: --method rtn reads no text"),
     ],
 )
@@ -38,7 +39,48 @@ def test_options_without_effect_are_refused_together(given: dict[str, Any], said
         dict(method="gptq", scales="minmax", damping=0.1),
         dict(method="awq", damping=0.1, seed=1),
         dict(method="rtn", kv_bits=8, samples=4, seq_len=64, seed=1),
+        dict(method="awq", fold=False, gptaq=False, tune_steps=60),
+        dict(
+            method="rtn",
+            damping=0.01,
+            samples=128,
+            seq_len=1024,
+            seed=0,
+            calibration="wikipedia-sample",
+            products="auto",
+        ),
+        dict(kv_scales="online"),
     ],
 )
-def test_options_with_an_effect_are_not(given: dict[str, Any]) -> None:
+def test_options_with_an_effect_and_defaults_are_not(given: dict[str, Any]) -> None:
     refuse_without_effect(given, ConvertOptions("model", Path("out"), **given))
+
+
+@pytest.mark.parametrize(
+    ("preset", "given", "words"),
+    [
+        ("balanced", {}, "gptq --fold (preset balanced)"),
+        ("balanced", dict(fold=False), "gptq --no-fold (preset balanced)"),
+        ("best", {}, "tune --tune-steps 60 --distil 128 (preset best)"),
+        ("best", dict(distil=0, tune_steps=80), "tune --tune-steps 80 --distil 0 (preset best)"),
+        ("fast", dict(rotate=True), "hqq --rotate (preset fast)"),
+        (None, dict(gptaq=True, distil=8), "gptq --gptaq --distil 8"),
+        (None, dict(method="awq"), "awq"),
+    ],
+)
+def test_a_method_is_told_with_all_that_goes_with_it(preset: str | None, given: dict[str, Any], words: str) -> None:
+    asked = ConvertOptions("model", Path("out"), preset=preset, **given, **apply_preset(preset, given))
+    assert method_words(asked.method, asked.method_options, asked.preset) == words
+
+
+def test_a_preset_and_what_it_stands_for_are_the_same_job() -> None:
+    by_name = ConvertOptions("model", Path("out"), preset="balanced", **apply_preset("balanced", {}))
+    assert by_name.for_manifest() == ConvertOptions("model", Path("out"), method="gptq", fold=True).for_manifest()
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [("3.5GB", "3.5 GB"), ("700MB", "700 MB"), ("1.2GiB", "1.288 GB"), (70_000, "70 kB"), (7, "7 B")],
+)
+def test_a_size_is_told_in_the_unit_that_people_read(asked: int | str, shown: str) -> None:
+    assert ConvertOptions("model", Path("out"), group_size="auto", target_size=asked).target == f"--target-size {shown}"
