@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.convert.options import ConvertOptions, apply_preset, method_words, refuse_without_effect
+from quantkit.convert.options import DEFAULTS, ConvertOptions, apply_preset, method_words, refuse_without_effect
 from quantkit.errors import RequestError
 
 
@@ -39,7 +39,7 @@ def test_options_without_effect_are_refused_together(given: dict[str, Any], said
         dict(method="gptq", scales="minmax", damping=0.1),
         dict(method="awq", damping=0.1, seed=1),
         dict(method="rtn", kv_bits=8, samples=4, seq_len=64, seed=1),
-        dict(method="awq", fold=False, gptaq=False, tune_steps=60),
+        dict(method="awq", fold=False, gptaq=False, tune_steps=DEFAULTS["tune_steps"]),
         dict(
             method="rtn",
             damping=0.01,
@@ -61,7 +61,7 @@ def test_options_with_an_effect_and_defaults_are_not(given: dict[str, Any]) -> N
     [
         ("balanced", {}, "gptq --fold (preset balanced)"),
         ("balanced", dict(fold=False), "gptq --no-fold (preset balanced)"),
-        ("best", {}, "tune --tune-steps 60 --distil 128 (preset best)"),
+        ("best", {}, "tune --tune-steps 240 --distil 128 (preset best)"),
         ("best", dict(distil=0, tune_steps=80), "tune --tune-steps 80 --distil 0 (preset best)"),
         ("fast", dict(rotate=True), "hqq --rotate (preset fast)"),
         (None, dict(gptaq=True, distil=8), "gptq --gptaq --distil 8"),
