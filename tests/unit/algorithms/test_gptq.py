@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantkit.algorithms import gptq as gptq_module
 from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
 from quantkit.algorithms.rtn import rtn
 from quantkit.core import affine
@@ -221,3 +222,42 @@ def test_equal_inputs_leave_the_targets_alone() -> None:
     w, h = problem(8, 32, 1)
     scheme = Scheme(4, 16)
     assert gptq(w, h, scheme, cross=torch.zeros_like(h)).quantized.equal(gptq(w, h, scheme).quantized)
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("pull", [1.0, 0.5])
+def test_the_target_for_exact_weights_is_the_least_squares_solution(act_order: bool, pull: float) -> None:
+    """Oracle: the exact weights that reproduce the original's outputs W y from the inputs x as well as any, found from x and y themselves."""
+    w, y, x = paired(7, 24, 0)
+    best = torch.linalg.lstsq(x, y @ w.double().t()).solution.t()
+    h, cross = x.t() @ x / len(x), (y - x).t() @ x / len(x)
+    order = gptq_module._order(h.diagonal(), Scheme(4, 8), act_order)
+    options = GPTQOptions(damping=1e-12)
+    upper, _ = gptq_module._factorise(h, torch.zeros(24, dtype=torch.bool), h.diagonal(), order, options)
+    assert upper is not None
+    found = gptq_module._towards(w, cross, upper, order, pull)
+    assert found.dtype == torch.float32
+    assert float((best - w).abs().mean()) > 0.02  # what would stay if nothing was moved
+    torch.testing.assert_close(found.double(), w + pull * (best - w), rtol=0, atol=2e-6)
+
+
+def test_with_the_original_inputs_the_result_stays_close_to_the_best_of_all_roundings() -> None:
+    """Oracle: every choice of codes for two rows of four inputs at 2 bits, scales as they were found. What counts is ``|W y - Q x|²``."""
+    every = torch.tensor(list(itertools.product(range(4), repeat=4)))
+    over_best, lost = [], {True: 0.0, False: 0.0}
+    for seed in range(25):
+        w, y, x = paired(2, 4, seed)
+        wanted = (y @ w.double().t()).t()
+        h, cross = x.t() @ x / len(x), (y - x).t() @ x / len(x)
+        for known in (True, False):
+            options = GPTQOptions(scales="minmax", damping=1e-6)
+            q = gptq(w, h, Scheme(2, None, symmetric=False), options, cross=cross if known else None).quantized
+            error = float((wanted - q.dequantize().double() @ x.t()).square().sum() / wanted.square().sum())
+            lost[known] += error / 25
+            if known:
+                tried = (every - q.zeros.double()[:, None]) * q.scales.double()[:, None] @ x.t()  # type: ignore[union-attr]
+                best = float((wanted[:, None] - tried).square().sum(-1).amin(1).sum() / wanted.square().sum())
+                assert error >= best * (1 - 1e-9)
+                over_best.append(error / best)
+    assert sum(over_best) / 25 < 1.05
+    assert lost[True] < 0.9 * lost[False]
