@@ -8,8 +8,8 @@ Three steps, of which none reads data:
   search.
 * Each group starts from the half-quadratic solution (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023):
   with the shrinking operator of the l_p norm, p = 1/2, outliers leave the residual and the zero point is the mean of what remains. It is
-  then rounded, since zeros are integers here. Of that and some shrunken ranges the one with the smallest ``sum_j r_j**2 e_j**2`` is kept, and
-  its scale is fitted to its codes by least squares.
+  then rounded, since zeros are integers here (symmetric schemes have none: more ranges are tried). Of that and
+  some shrunken ranges the one with the smallest ``sum_j r_j**2 e_j**2`` is kept, and its scale is fitted to its codes by least squares.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ EXPONENT = 0.5
 FLOOR = 1e-2  # of the channels' mean size: beneath it a channel is not scaled down further
 LARGEST_FACTOR = 64.0  # fp16 norms and scales must hold them
 SHRINKS = (1.0, 0.94, 0.88)
+# Without a zero there is no half-quadratic start, and nothing else finds the narrow range that few bits need.
+SYMMETRIC_SHRINKS = tuple(1 - 0.075 * step for step in range(9))
 FITS = 2
 BETA, ITERATIONS = 10.0, 3  # of the half-quadratic solver; eight iterations and p = 0.7 lower the loss no further
 _ELEMENTS = 1 << 18  # weights in work at a time on a CPU: the temporaries stay in the cache
@@ -80,7 +82,7 @@ class _Groups:
 
     def best(self) -> _Params:
         """Scale and zero with the smallest weighted squared error of those tried."""
-        for shrink in SHRINKS[1:]:
+        for shrink in (SYMMETRIC_SHRINKS if self.scheme.symmetric else SHRINKS)[1:]:
             self._try(_Params(*affine.params_from_range(self.low * shrink, self.high * shrink, self.scheme)))
         if not self.scheme.symmetric:
             self._try(self._half_quadratic())

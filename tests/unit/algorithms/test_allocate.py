@@ -98,3 +98,21 @@ def test_on_a_coarse_grid_the_budget_still_holds_and_more_of_it_never_does_more_
         damage.append(sum(option.damage for option in chosen))
     assert all(after <= before + 1e-9 for before, after in itertools.pairwise(damage))
     assert damage[-1] == pytest.approx(sum(min(option.damage for option in part) for part in parts))
+
+
+@settings(max_examples=100, deadline=None)
+@given(unlike, st.integers(2, 40))
+def test_on_a_coarse_grid_a_choice_is_as_good_as_the_best_for_a_step_less_per_part(
+    parts: list[list[Option]], states: int
+) -> None:
+    """Oracle: every choice. Rounding up wastes less than a step for each part."""
+    choices = Choices(parts, states)
+    step = -(-(choices.most - choices.least) // states)
+    tried = [
+        (sum(option.cost for option in choice), sum(option.damage for option in choice))
+        for choice in itertools.product(*parts)
+    ]
+    for budget in range(choices.least, choices.most + 1):
+        found = sum(part[i].damage for part, i in zip(parts, choices.within(budget), strict=True))
+        within = [damage for cost, damage in tried if cost <= budget - len(parts) * (step - 1)]
+        assert not within or found <= min(within) * (1 + 1e-9) + 1e-12
