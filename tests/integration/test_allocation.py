@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from architectures import tiny_model as tiny_architecture
 from written import schemes
 
 import quantkit as qk
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert import settle
+from quantkit.convert.allocation import kept_bytes
+from quantkit.convert.allocation import stored_bytes as target_bytes
+from quantkit.convert.options import ConvertOptions
+from quantkit.convert.plan import make_plan
 from quantkit.convert.probe import Probe
 from quantkit.convert.rules import fused_groups
 from quantkit.errors import RequestError
@@ -60,6 +69,51 @@ def test_what_is_written_is_what_was_counted_and_just_within_the_target(
     assert json.loads((tmp_path / "out" / "quantkit.json").read_text())["allocation"] == found
     assert report.to_json()["allocation"] == found
     assert "<- chosen" in report.table()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", dict(format="compressed-tensors", group_size="auto")),
+        ("llama", dict(format="native", rules=("layers.1.*=bits:8,group:32", "*.0.self_attn.v_proj=keep"))),
+        ("qwen3_moe", dict(format="gptq", symmetric=True, group_size=32)),
+    ],
+    ids=["llama", "llama, rules", "experts"],
+)
+def test_whatever_is_measured_the_size_holds_and_what_is_fused_shares_a_scheme(
+    name: str, options: dict[str, Any], tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """Damage drawn at random, not even smaller for more bits, at 30 budgets from the least to the most that is possible."""
+    source = tiny_original
+    if name != "llama":
+        source, vocab = tmp_path / "source", json.loads((tiny_original / "config.json").read_text())["vocab_size"]
+        tiny_architecture(name, vocab_size=vocab, moe_intermediate_size=32).half().save_pretrained(source)
+        for file in tiny_original.glob("*token*"):
+            shutil.copy(file, source / file.name)
+    asked = {"method": "rtn", "calibration": str(calibration_text), "target_bpw": 8.5, **options, **SMALL}
+    plan = make_plan(ConvertOptions(str(source), tmp_path / "out", **asked))
+    assert not plan.problems
+    assert plan.allocation is not None
+    before, free = plan.targets, {name for unit in plan.allocation.units for name in unit.members}
+    draw = random.Random(0)
+    for point in range(30):
+        damage = [[draw.random() ** 4 for _ in unit.options] for unit in plan.allocation.units]
+        budget = plan.allocation.least + (plan.allocation.most - plan.allocation.least) * point // 29
+        one = replace(plan, allocation=replace(plan.allocation, budget=budget))
+        work: Any = SimpleNamespace(finished=None, measured=lambda found=damage: found)
+        settle.settle(one, work, lambda done, total: None)
+        assert one.allocated is not None
+        written = sum(target_bytes(one.format, target) for target in one.targets.values())
+        kept = sum(kept_bytes(one.weights, before[name]) for name in free if name not in one.targets)
+        ruled = sum(target_bytes(one.format, target) for name, target in before.items() if name not in free)
+        assert one.allocated["bytes"] == plan.allocation.fixed - ruled + written + kept <= budget
+        assert {name: before[name] for name in before if name not in free}.items() <= one.targets.items()
+        shared: dict[Any, set[str]] = {}
+        for target in (one.targets[name] for name in free & one.targets.keys()):
+            for group in fused_groups(target.name):
+                shared.setdefault(group, set()).add(target.scheme.describe())
+        assert shared
+        assert all(len(schemes) == 1 for schemes in shared.values())
 
 
 def test_the_curve_falls_and_holds_what_was_chosen(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ import quantkit
 from quantkit.algorithms import distil as algorithm
 from quantkit.algorithms.distil import DistilOptions
 from quantkit.convert import distil as distil_pass
+from quantkit.convert import states
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
+from quantkit.core import affine
 from quantkit.errors import RequestError
 
 OPTIONS: dict[str, Any] = {"method": "rtn", "bits": 3, "group_size": 32, "format": "native", "seq_len": 64, "distil": 8}
@@ -177,3 +179,122 @@ def test_a_divergence_that_is_not_finite_leaves_the_blocks_as_they_are_and_is_to
     assert "-> unknown" in report.table()
     before, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+class Seen(Exception):
+    """What a test raises when it has seen what it wanted."""
+
+
+def deltas(work: Any) -> dict[str, Any]:
+    """Everything that learns in a ``_Pass``, by the parameter's name."""
+    found = dict(work.student.norms)
+    for index, block in enumerate(work.student.blocks):
+        found |= {f"{work.plan.blocks.name(index)}.{name}": one for name, one in (block.scales | block.norms).items()}
+    return found
+
+
+def whole_model_gradients(work: Any) -> dict[str, torch.Tensor]:
+    """Of the first step's divergence, for every delta: by the model's own forward, in one graph. What the pass must have gathered.
+
+    Weights are made by the formula: ``(codes - zero) * scale * exp(delta)`` and ``w + unit * delta``.
+    """
+    student, weights, leaves = work.student, work.plan.weights, {}
+    blocks = {work.plan.blocks.name(i): student._values(i) for i in range(len(student.blocks))}
+    stored = {f"{prefix}.{name}": value for prefix, values in blocks.items() for name, value in values.items()}
+    found = {name: student._plain(name) for name in weights.parameters if name not in student.targets} | work.outside
+    for name, one in deltas(work).items():
+        delta = leaves[name] = one.delta.detach().clone().requires_grad_()
+        if hasattr(one, "unit"):
+            found[name] = one.weight + one.unit * delta
+            continue
+        q = stored[name]
+        zero = torch.full(q.scales.shape, float(q.scheme.midpoint)) if q.zeros is None else q.zeros.float()
+        step, zero = (
+            affine.expand_groups(x, q.codes.shape[1], q.scheme) for x in (q.scales.float() * delta.exp(), zero)
+        )
+        found[name] = (q.codes.float() - zero) * step
+    original = {name: weights.read(name, torch.device("cpu")) for name in weights.parameters}
+    for values in (found, original):
+        values.update({name: values[twin] for name, twin in weights.tied.items()})
+
+    def logits(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        asked = {"input_ids": work.batches[0], "use_cache": False}
+        output = torch.func.functional_call(work.plan.model, values, kwargs=asked)
+        return output.logits.flatten(0, 1).log_softmax(-1)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        target = logits(original)
+    torch.nn.functional.kl_div(logits(found), target, log_target=True, reduction="batchmean").backward()
+    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [("llama", ("lm_head=bits:8,group:32",)), ("gemma2", ()), ("falcon", ()), ("qwen3_moe", ())],
+    ids=["llama, tied matrix at 8 bits", "gemma2", "falcon", "qwen3_moe"],
+)
+def test_gradients_gathered_block_by_block_are_those_of_the_whole_model(
+    name: str, rules: tuple[str, ...], tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Two windows a step, logits in parts, and deltas that are not 0."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(algorithm, "STEP_TOKENS", 64)
+    monkeypatch.setattr(algorithm, "CHUNK_ELEMENTS", 24 * 384)  # tokens of 64
+    gathered: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def first_step(self: Any, number: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for p in self.student.parameters():
+                p.copy_(0.05 * torch.randn(p.shape, generator=generator))
+        self.adam.step = self.adam.zero_grad = lambda: None
+        real(self, number)
+        wanted = whole_model_gradients(self)
+        gathered.update({name: (one.delta.grad, wanted[name]) for name, one in deltas(self).items()})
+        raise Seen
+
+    real = distil_pass._Pass._step
+    monkeypatch.setattr(distil_pass._Pass, "_step", first_step)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_original)
+    tiny_architecture(name, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    asked = {**OPTIONS, "seq_len": 32, "distil": 16, "rules": rules, "calibration": str(calibration_text)}
+    with pytest.raises(Seen):
+        quantkit.convert(tiny_original if name == "llama" else tmp_path / "source", tmp_path / "out", **asked)
+    reached = {name for name, (_, wanted) in gathered.items() if bool(wanted.any())}
+    assert any("norm" in name for name in reached)
+    assert any(name.endswith("_proj.weight") or ".dense" in name for name in reached)
+    for name, (mine, wanted) in gathered.items():
+        assert float((mine - wanted).norm()) <= 1e-5 * float(wanted.norm()), name
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_pass_that_stopped_goes_on_to_the_same_bytes(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(states, "SHARE", 0)
+    seen: list[int] = []
+    real = distil_pass._Pass._step
+
+    def stops(self: Any, step: int) -> None:
+        seen.append(step)
+        if len(seen) == 5:
+            raise Seen
+        real(self, step)
+
+    def convert(out: Path, **more: Any) -> Any:
+        return quantkit.convert(tiny_original, out, calibration=str(calibration_text), **OPTIONS, **more)
+
+    whole = convert(tmp_path / "whole")
+    assert whole.distilled["kept"]
+    monkeypatch.setattr(distil_pass._Pass, "_step", stops)
+    with pytest.raises(Seen):
+        convert(tmp_path / "out")
+    resumed = convert(tmp_path / "out", resume=True)
+    assert whole.distilled["steps"] == 7
+    assert seen == [0, 1, 2, 3, 4, 4, 5, 6]
+    assert resumed.distilled == whole.distilled
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
