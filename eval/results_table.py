@@ -210,9 +210,22 @@ def render_ladder(results: Results) -> str:
     return markdown(LADDER_HEAD, lines)
 
 
+def render_mixes(results: Results) -> str:
+    """Rows as in the ladder, with the bits of the whole model: mixes quantize the embedding, too."""
+    lines = [
+        [
+            row["model"], row["label"], f"{got['model_bits_per_weight']:.3f}", f"{got['perplexity']:.2f}",
+            f"{got['kl_mean']:.4f} ± {got['kl_stderr']:.4f}", f"{100 * got['top1_agreement']:.1f} %",
+        ]
+        for _, rows in kv_order(results)
+        for row, got in rows
+    ]  # fmt: skip
+    return markdown(["model", "mix", "bits / weight of the model", *LADDER_HEAD[3:]], lines)
+
+
 def quality_tables() -> dict[str, str]:
-    """The presets beside each other, seeds one by one."""
-    return {"ladder": render_ladder(load_results("weights"))}
+    """The presets beside each other, seeds one by one; llama.cpp's mixes."""
+    return {"ladder": render_ladder(load_results("weights")), "mixes": render_mixes(load_results("llamacpp"))}
 
 
 def study_tables() -> dict[str, str]:

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def main() -> None:
         raise SystemExit(f"{args.out} exists already")
     if args.method not in peer["methods"]:
         raise SystemExit(f"--method {args.method}: {args.peer} is run with {' or '.join(peer['methods'])}")
-    python = environment(args.peer, peer["install"], args.work)
+    python = environment(args.peer, peer["install"], args.work, peer.get("npm", []))
     partial = args.out.with_name(f".{args.out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -90,21 +91,26 @@ def parse(peers: list[str]) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def environment(peer: str, install: list[str], work: Path) -> Path:
-    """The Python of a peer's environment, made if it is missing or was made from another list."""
+def environment(peer: str, install: list[str], work: Path, npm: Sequence[str] = ()) -> Path:
+    """The Python of a peer's environment, made if it is missing or was made from another list. ``npm``: packages of npm, laid
+    beside it in ``node_modules``; none of their scripts is run."""
     folder = (work / "envs" / peer).resolve()
     python, mark = folder / "bin" / "python", folder / "installed.json"
-    if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == install:
+    wanted = [*install, *npm]
+    if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
-    print(f"making the environment of {peer}: {' '.join(install)}", file=sys.stderr, flush=True)
-    for command in (
+    print(f"making the environment of {peer}: {' '.join(wanted)}", file=sys.stderr, flush=True)
+    commands = [
         [sys.executable, "-m", "venv", str(folder)],
         [str(python), "-m", "pip", "install", "--quiet", *install],
-    ):
+    ]
+    if npm:
+        commands.append(["npm", "install", "--silent", "--no-save", "--ignore-scripts", "--prefix", str(folder), *npm])
+    for command in commands:
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
             raise SystemExit(f"the environment of {peer} could not be made: {' '.join(command)}")
-    mark.write_text(json.dumps(install), encoding="utf-8")
+    mark.write_text(json.dumps(wanted), encoding="utf-8")
     return python
 
 

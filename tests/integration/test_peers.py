@@ -34,7 +34,7 @@ def run() -> Any:
 
 def test_every_environment_pins_torch_and_names_a_script(run: Any) -> None:
     peers = run.tomllib.loads((PEERS / "environments.toml").read_text(encoding="utf-8"))
-    assert set(peers) == {"gptqmodel", "llm-compressor", "auto-round", "hqq", "torchao", "kv-cache"}
+    assert set(peers) == {"gptqmodel", "llm-compressor", "auto-round", "hqq", "torchao", "llama-cpp", "kv-cache"}
     for peer in peers.values():
         assert peer["install"][0].startswith("torch==")
         assert all("==" in requirement for requirement in peer["install"])
@@ -43,8 +43,11 @@ def test_every_environment_pins_torch_and_names_a_script(run: Any) -> None:
 
 def test_rows_of_the_suite_ask_for_methods_that_their_peer_has(run: Any) -> None:
     peers = run.tomllib.loads((PEERS / "environments.toml").read_text(encoding="utf-8"))
-    suite = run.tomllib.loads((PEERS.parent / "suites" / "peers.toml").read_text(encoding="utf-8"))
-    asked = [row["peer"] for row in suite["row"] if "peer" in row]
+    suites = [
+        run.tomllib.loads((PEERS.parent / "suites" / f"{name}.toml").read_text(encoding="utf-8"))
+        for name in ("peers", "llamacpp")
+    ]
+    asked = [row["peer"] for suite in suites for row in suite["row"] if "peer" in row]
     for words in asked:
         assert words[words.index("--method") + 1] in peers[words[1]]["methods"]
     assert {words[1] for words in asked} == set(peers) - {"kv-cache"}
@@ -120,6 +123,46 @@ def test_an_environment_is_made_once_and_anew_when_its_list_changes(
     run.environment("x", ["torch==1", "x==3"], tmp_path)
     assert len(commands) == 4
     assert not (tmp_path / "envs" / "x" / "old").exists()
+
+
+def test_an_environments_npm_packages_are_laid_beside_it_and_run_nothing(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def pretend(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        if "venv" in command:
+            Path(command[-1]).mkdir(parents=True)
+        return type("Done", (), {"returncode": 0})()
+
+    monkeypatch.setattr(run.subprocess, "run", pretend)
+    for packages in (["@y/z@1"], ["@y/z@1"], ["@y/z@2"]):
+        run.environment("x", ["torch==1"], tmp_path, packages)
+    asked = [command for command in commands if command[0] == "npm"]
+    assert [command[-1] for command in asked] == ["@y/z@1", "@y/z@2"]
+    for command in asked:
+        assert "--ignore-scripts" in command
+        assert command[command.index("--prefix") + 1] == str(tmp_path / "envs" / "x")
+
+
+def test_the_gguf_file_for_llama_cpp_holds_the_original(tiny_original: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    sys.path.insert(0, str(PEERS))
+    try:
+        peer = module("with_llamacpp")
+    finally:
+        sys.path.remove(str(PEERS))
+    source = open_source(tiny_original)
+    tensors = {name: source.read(name).half() for name in source.names()}
+    names = peer.Names(source.config)
+    peer.write_gguf(tmp_path / "original.gguf", source.config, tensors, names)
+    dense, facts = peer.read_back(tmp_path / "original.gguf", tensors, names)
+    assert set(dense) == set(tensors)
+    assert all(torch.equal(dense[name], tensors[name].float()) for name in tensors)
+    assert facts["types"]["self_attn.q_proj"] == {"F16": source.config["num_hidden_layers"]}
+    linears = [tensors[name] for name in tensors if "_proj" in name]
+    assert facts["quantized_bytes"] == sum(weight.nbytes for weight in linears)
 
 
 def test_a_failing_peer_is_told_and_leaves_no_result(run: Any, tmp_path: Path) -> None:
