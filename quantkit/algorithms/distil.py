@@ -20,14 +20,14 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 
 CHUNK_ELEMENTS = 1 << 24  # logits at a time, of each model
-STEP_TOKENS = 1024  # of one step of Adam
+ADAM_STEP_TOKENS = 1024  # of one step of the whole model
 HELD = 16  # of so many steps' windows one is kept back: what the result is judged by
 RESIDENT = 0.25  # of the free memory: codes that take less are held through the pass
 
 
 def window_batch(windows: int, seq_len: int) -> int:
-    """Windows of one step: ``STEP_TOKENS``, fewer where that would leave less than eight steps."""
-    return max(1, min(STEP_TOKENS // seq_len, windows // 8))
+    """Windows of one step: ``ADAM_STEP_TOKENS``, fewer where that would leave less than eight steps."""
+    return max(1, min(ADAM_STEP_TOKENS // seq_len, windows // 8))
 
 
 @dataclass(frozen=True, slots=True)

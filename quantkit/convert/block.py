@@ -57,7 +57,7 @@ class BlockResult:
     folds: dict[str, dict[str, bool]] = field(default_factory=dict)  # block -> kind of producer -> can be scaled
     # block -> before, after: the relative squared error of its output on text held back; step: of learning that was the best
     tuning: dict[str, dict[str, float]] = field(default_factory=dict)
-    # of the end-to-end pass: windows, tokens, steps, divergence before and after
+    # of the end-to-end pass: steps, windows and tokens learned from, windows kept back, divergence on those before and after, whether it stands
     distilled: dict[str, Any] | None = None
 
 

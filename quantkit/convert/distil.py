@@ -21,9 +21,11 @@ from quantkit.calibrate.data import Windows
 from quantkit.checkpoint.writer import CheckpointWriter, tensor_sha256
 from quantkit.convert.block import BlockResult
 from quantkit.convert.embed import embed
-from quantkit.convert.plan import Plan
+from quantkit.convert.memory import CHUNK
+from quantkit.convert.plan import Plan, Target
 from quantkit.convert.resume import Work
 from quantkit.convert.verify import decision_sha256
+from quantkit.core import affine
 from quantkit.core.host import available_bytes
 from quantkit.core.qtensor import QuantTensor
 from quantkit.model.skeleton import block_linears
@@ -103,7 +105,17 @@ class _Student:
 
     def outside(self) -> dict[str, Tensor]:
         """Head and embeddings that are quantized, dequantized, by parameter name."""
-        return {t.parameter: self._quantized(t.parameter).dequantize() for t in self.plan.outside()}
+        return {t.parameter: self._dequantized(t) for t in self.plan.outside()}
+
+    def _dequantized(self, target: Target) -> Tensor:
+        """Float32 ``[out, in]``, a few rows at a time: the temporaries of a vocabulary's rows would be three times as large."""
+        q = self._quantized(target.parameter)
+        found = torch.empty(q.codes.shape, device=q.codes.device)
+        for rows in torch.arange(len(found)).split(max(1, CHUNK // found.shape[1])):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            zeros = None if q.zeros is None else q.zeros[part]
+            found[part] = affine.dequantize(q.codes[part], q.scales[part], zeros, q.scheme)
+        return found
 
     def round_(self) -> None:
         """Let scales and norms be what will be stored."""
@@ -189,30 +201,35 @@ class _Pass:
             self.outside = self.student.outside()
             self.states, calls = self._embedded(ids, {})
             self.calls = [call.to(plan.device) for call in calls]
-            original = [state.clone() for state in self.states]
+            original = self.states
             if any(
                 target.kind != "head" for target in plan.outside()
             ):  # the quantized model starts from other embeddings
                 self.states = self._embedded(ids, self.outside)[0]
+            else:
+                self.states = [state.clone() for state in original]
             self.targets = self._original(original)
         self.adam = torch.optim.Adam(self.student.parameters(), lr=self.options.rate, betas=self.options.betas)
 
     def run(self) -> BlockResult:
         result = BlockResult()
+        done = 0
         before: float | None = None
         after: float | None = None  # not known where the pass broke off
         try:
             with gradients_in_order(self.plan.device):
                 before = self._judge()
-                for step in range(self._resume(), self.steps):
+                done = self._resume()
+                for step in range(done, self.steps):
                     self._step(step)
-                    self._keep(step + 1)
+                    self._keep(done := step + 1)
                 after = self._judge(rounded=True)
         except _NotFinite as error:  # an hour's blocks stand behind this: they are worth keeping
             result.notes.append(f"--distil: the divergence of step {error} is not finite; nothing was changed")
         kept = before is not None and after is not None and after < before
+        size, window = self.batches[0].shape
         result.distilled = {
-            "windows": len(self.states) * self.batches[0].shape[0], "tokens": self.steps * self.batches[0].numel(), "steps": self.steps,
+            "steps": done, "windows_learned": done * size, "tokens_learned": done * size * window, "windows_kept_back": self.held * size,
             "kl_before": before, "kl_after": after, "kept": kept,
         }  # fmt: skip
         if kept:

@@ -200,8 +200,8 @@ class ConvertReport:
         if self.distilled is not None:
             d = self.distilled
             lines.append(
-                f"  distilled divergence on windows kept back {_kl(d['kl_before'])} -> {_kl(d['kl_after'])}, {d['steps']} steps, "
-                f"{d['tokens']} tokens{'' if d['kept'] else ' (thrown away)'}; the errors above are those before it"
+                f"  distilled divergence on windows kept back ({d['windows_kept_back']}) {_kl(d['kl_before'])} -> {_kl(d['kl_after'])}; learned from "
+                f"{d['windows_learned']} others ({d['tokens_learned']} tokens) in {d['steps']} steps{'' if d['kept'] else ' (thrown away)'}; the errors above are those before it"
             )
         if self.cache is not None:
             lines += summary_lines(self.cache)

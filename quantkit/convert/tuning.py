@@ -13,7 +13,7 @@ from quantkit.convert.options import ConvertOptions
 from quantkit.core.qtensor import QuantTensor
 from quantkit.model.stepper import Call, forward_block, given, gradients_in_order
 
-STEP_TOKENS = 1024  # that a step learns from: more cost as much time as more steps do, which help more
+SIGN_STEP_TOKENS = 1024  # that a step learns from: more cost as much time as more steps do, which help more
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def tune_block(options: ConvertOptions, block: nn.Module, start: Mapping[str, Qu
             return forward_block(block, hidden, lesson.call)
 
     weights = {name: block.get_parameter(f"{name}.weight") for name in start}
-    windows = max(1, STEP_TOKENS // lesson.inputs[0].shape[1])
+    windows = max(1, SIGN_STEP_TOKENS // lesson.inputs[0].shape[1])
     with gradients_in_order(next(iter(weights.values())).device):
         return tune(
             forward,

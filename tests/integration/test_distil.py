@@ -29,7 +29,7 @@ PLAIN = {name: value for name, value in OPTIONS.items() if name not in ("seq_len
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger steps over fewer tokens: a random model learns in a moment."""
     monkeypatch.setattr(distil_pass, "DistilOptions", lambda: DistilOptions(rate=0.005, warmup=2))
-    monkeypatch.setattr(algorithm, "STEP_TOKENS", 64)
+    monkeypatch.setattr(algorithm, "ADAM_STEP_TOKENS", 64)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -45,6 +45,10 @@ def test_distilling_lowers_the_divergence_and_leaves_every_code(
     assert report.distilled is not None
     assert report.distilled["kept"]
     assert report.distilled["kl_after"] < 0.98 * report.distilled["kl_before"]
+    counts = {
+        name: report.distilled[name] for name in ("steps", "windows_learned", "tokens_learned", "windows_kept_back")
+    }
+    assert counts == {"steps": 7, "windows_learned": 7, "tokens_learned": 7 * 64, "windows_kept_back": 1}
     before, after = weights(tmp_path / "plain"), weights(tmp_path / "learned")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -69,7 +73,7 @@ def test_what_makes_the_model_worse_is_thrown_away(
     tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distil_pass, "DistilOptions", lambda: DistilOptions(rate=0.5, warmup=1))
-    monkeypatch.setattr(algorithm, "STEP_TOKENS", 64)
+    monkeypatch.setattr(algorithm, "ADAM_STEP_TOKENS", 64)
     options = {**OPTIONS, "bits": 8}
     report = quantkit.convert(tiny_original, tmp_path / "learned", calibration=str(calibration_text), **options)
     assert report.distilled is not None
@@ -131,7 +135,8 @@ def test_the_pass_is_told_in_report_and_manifest(
         "--calibration", calibration_text, "--seq-len", 64, "--distil", 8,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert "distilled divergence on windows kept back" in run.stdout
+    assert "distilled divergence on windows kept back (1) " in run.stdout
+    assert "learned from 7 others (448 tokens) in 7 steps" in run.stdout
     assert '"distilled"' in (tmp_path / "out" / "quantkit.json").read_text()
 
 
@@ -175,6 +180,7 @@ def test_a_divergence_that_is_not_finite_leaves_the_blocks_as_they_are_and_is_to
     report = quantkit.convert(tiny_original, tmp_path / "out", calibration=str(calibration_text), **OPTIONS)
     assert report.distilled is not None
     assert not report.distilled["kept"]
+    assert report.distilled["windows_learned"] == report.distilled["steps"] == 1
     assert any("is not finite; nothing was changed" in note for note in report.notes)
     assert "-> unknown" in report.table()
     before, after = weights(tmp_path / "plain"), weights(tmp_path / "out")
