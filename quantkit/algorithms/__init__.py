@@ -21,6 +21,7 @@ class Solution:
 
 
 Scales = Literal["minmax", "search"]
+LARGEST_FACTOR = 64.0  # of a channel: factors stay within 1/64 .. 64 around their geometric mean, for fp16 norms and scales must hold them
 METHODS = ("gptq", "awq", "tune", "smooth", "hqq", "rtn")  # what convert offers; calibrated ones first
 CALIBRATED = ("gptq", "awq", "tune", "smooth")
 DRAWN = ("hqq",)  # they read no text, but see what random tokens do

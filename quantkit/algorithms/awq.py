@@ -16,15 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import Scales, Solution
+from quantkit.algorithms import LARGEST_FACTOR, Scales, Solution
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 
-LARGEST_FACTOR = (
-    64.0  # factors stay within 1/64 .. 64 around their geometric mean: fp16 norms and scales must hold them
-)
 SEARCH_ROWS = 512  # rows of a consumer that the search for factors looks at; every row counts when its range is chosen
 WIDEST_GROUP = 512  # wider groups keep the range found with H's diagonal: one trial costs out * in * width
 

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import Scales, Solution
+from quantkit.algorithms import LARGEST_FACTOR, Scales, Solution
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 
 EXPONENT = 0.5
 FLOOR = 1e-2  # of the channels' mean size: beneath it a channel is not scaled down further
-LARGEST_FACTOR = 64.0  # fp16 norms and scales must hold them
 SHRINKS = (1.0, 0.94, 0.88)
 # Without a zero there is no half-quadratic start, and nothing else finds the narrow range that few bits need.
 SYMMETRIC_SHRINKS = tuple(1 - 0.075 * step for step in range(9))

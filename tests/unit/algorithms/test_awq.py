@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantkit.algorithms.awq import LARGEST_FACTOR, Consumer, awq, search_factors
+from quantkit.algorithms import LARGEST_FACTOR
+from quantkit.algorithms.awq import Consumer, awq, search_factors
 from quantkit.algorithms.gptq import proxy_loss
 from quantkit.algorithms.rtn import rtn
 from quantkit.core.scheme import Scheme
