@@ -39,7 +39,7 @@ def main() -> None:
     args.out.mkdir(exist_ok=True)
     prompt = "Write one sentence about the sea."
 
-    print(f"1. {args.model} to 4 bits: GPTQ, groups of 64, 8-bit KV cache (a minute or two on 2 quiet cores)")
+    print(f"1. {args.model} to 4 bits: GPTQ, groups of 64, 8-bit KV cache (about two minutes on 2 quiet cores)")
     run(
         "convert",
         args.model,
