@@ -88,42 +88,18 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
     self:   the whole model with its cache, before anything else
     measure: what each choice of bits does: head and embeddings, states and gradients of its few windows, a block or a part of the logits
-    distil: states of both models + all codes, where they are held + what learns, with Adam's moments + the parts outside the blocks
-            + one step: states in front of every block, one block's weights and activations with their gradients, a few tokens' logits
+    distil: states of both models + all codes, where they are held + what learns, with Adam's moments + the parts outside the blocks,
+            those that are quantized twice: the original's and the dequantized + one step: states in front of every block, one block's weights and activations with their gradients, a few tokens' logits
     outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
     generate: the written model, loaded whole, if that is small (GENERATE_BYTES) or no more than another phase
     copy:   states + three stored copies of the largest plain tensor (read, written, read back)
     """
-    f32 = 4
-    away = device != "cpu"
-    streams = 1 + sizes.paired
-    states = streams * sizes.tokens * sizes.hidden * f32
-    batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
-    if away:  # torch rounds pinned blocks up to a power of two
-        states = _pinned(states, batch * sizes.hidden * f32)
-    hessians = 0 if away or not sizes.calibrated else (1 + sizes.crossed) * sum(w * w for w in sizes.widths) * 8
-    widest = max(sizes.widths)
-    read_block = sizes.largest_parameter * f32 if away else sizes.block * f32
-    phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize}
+    f32, away = 4, device != "cpu"
+    phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize, **_block_phases(sizes, away)}
     if sizes.whole and not away:
         phases["self"] = sizes.whole
     if sizes.measuring and not away:
         phases["measure"] = sizes.measuring
-    if sizes.tokens:
-        # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
-        reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
-        phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
-        inner = 0 if away else batch * (sizes.inner + sizes.crossed * sum(sizes.widths)) * f32
-        phases["block"] = states + read_block + hessians + inner + sizes.kv_sample_bytes
-    if sizes.tuned and not away:
-        phases["tune"] = states + read_block + hessians + _learning(sizes)
-    if sizes.fold and not away:
-        phases["fold"] = states + read_block + hessians + sizes.fold
-    if away:  # codes, and what is packed of them
-        phases["solve"] = states + read_block + 3 * sizes.largest_group
-    else:
-        factor = 5 * widest * widest * 8 if sizes.calibrated else 0
-        phases["solve"] = states + read_block + hessians + factor + 9 * sizes.largest_group * f32
     if sizes.distil_states:
         phases["distil"] = sizes.distil_states + (0 if away else sizes.distil)
     if sizes.outside_bytes:
@@ -132,10 +108,39 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
         phases["generate"] = sizes.packed_model + sizes.kernels
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
-    work = output + 2 * streams * sizes.tokens * sizes.hidden * f32
+    work = output + 2 * (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32
     return Prediction(
         host, predict_device(sizes) if away else 0, max(work, 2 * output), work, output, phases
     )  # states are gone when the output is assembled
+
+
+def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
+    """Those of the loop over the blocks, and of filling the states in front of it. away: blocks are worked on elsewhere."""
+    f32 = 4
+    states = (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32
+    batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
+    if away:  # torch rounds pinned blocks up to a power of two
+        states = _pinned(states, batch * sizes.hidden * f32)
+    hessians = 0 if away or not sizes.calibrated else (1 + sizes.crossed) * sum(w * w for w in sizes.widths) * 8
+    held = states + hessians + (sizes.largest_parameter if away else sizes.block) * f32
+    phases = {}
+    if sizes.tokens:
+        # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
+        reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
+        phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
+        inner = 0 if away else batch * (sizes.inner + sizes.crossed * sum(sizes.widths)) * f32
+        phases["block"] = held + inner + sizes.kv_sample_bytes
+    if sizes.tuned and not away:
+        phases["tune"] = held + _learning(sizes)
+    if sizes.fold and not away:
+        phases["fold"] = held + sizes.fold
+    if away:  # codes, and what is packed of them
+        phases["solve"] = held + 3 * sizes.largest_group
+    else:
+        widest = max(sizes.widths)
+        factor = 5 * widest * widest * 8 if sizes.calibrated else 0
+        phases["solve"] = held + factor + 9 * sizes.largest_group * f32
+    return phases
 
 
 def predict_device(sizes: Sizes) -> int:

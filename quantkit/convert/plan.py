@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,34 +10,27 @@ import torch
 from torch import nn
 
 from quantkit.algorithms import CALIBRATED
-from quantkit.algorithms.awq import SEARCH_ROWS
-from quantkit.algorithms.distil import CHUNK_ELEMENTS, RESIDENT, window_batch
-from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows
-from quantkit.checkpoint.source import Source, TensorInfo, open_source
+from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
-from quantkit.convert.allocation import Allocation, cache_bytes, head_width, plan_allocation, with_allocation
+from quantkit.convert.allocation import Allocation, cache_bytes, plan_allocation, with_allocation
 from quantkit.convert.device import check_device
-from quantkit.convert.embed import before_blocks, outside_blocks
 from quantkit.convert.folder import carried
-from quantkit.convert.memory import BATCH_TOKENS, Prediction, Sizes, kernel_bytes, predict
+from quantkit.convert.memory import Prediction, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
+from quantkit.convert.sizes import count_sizes, plain_bytes, whole_bytes
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
 from quantkit.convert.windows import distil_windows, few_tokens, read_probe, read_windows
-from quantkit.core.host import available_bytes, size_text
-from quantkit.core.kvpages import CUTS, SEARCHED_AT_ONCE
+from quantkit.core.host import size_text
 from quantkit.errors import RequestError
 from quantkit.formats import Format, Layout, writer_format
 from quantkit.model.experts import expert_linears, routers
 from quantkit.model.rotate import HEAD, RotatedSource
-from quantkit.model.skeleton import Blocks, Weights, block_linears, build_skeleton, find_blocks
-from quantkit.runtime.attention import cached_heads
+from quantkit.model.skeleton import Blocks, Weights, build_skeleton, find_blocks
 from quantkit.runtime.load import choose_device
-
-TRIAL_COPIES = 10  # of the rows searched: scaled, codes, dequantized, error and what the search of ranges holds
 
 
 @dataclass
@@ -112,11 +104,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     refuse_busy(options.work_folder)
     check_places(options)
     device = choose_device(options.device)
-    source = open_source(options.source)
-    refuse_same_place(options.out, source)
-    _refuse_quantized(source)
-    if options.rotate:
-        source = RotatedSource(source)
+    source = _opened(options)
     model = build_skeleton(source.config)
     blocks = find_blocks(model)
     weights = Weights(model, source)
@@ -124,7 +112,7 @@ def make_plan(options: ConvertOptions) -> Plan:
     form = writer_format(options.format)
 
     chosen = choose_targets(options, form, blocks, weights)
-    targets, problems, warnings = chosen.chosen, chosen.problems, chosen.warnings
+    targets, problems = chosen.chosen, chosen.problems
     rewritten = _rewritten(options, blocks, weights, targets)
     plain, split = unquantized(weights, targets, rewritten)
     windows = read_windows(options, tokenizer, model, problems)
@@ -132,44 +120,85 @@ def make_plan(options: ConvertOptions) -> Plan:
     fixed = plain_bytes(weights, plain, [*split, *rewritten]) + cache_bytes(options, form, model)
     allocation = plan_allocation(options, form, weights, chosen, fixed)
     distilled_on = distil_windows(options, windows, tokenizer, model, problems)
-    if windows is not None and windows.ids.is_meta:
-        warnings.append(selftext.note(options, _whole(weights, options)))
-    if options.method == "tune" and any(expert_linears(block) for block in blocks.modules):
-        problems.append(
-            "--method tune: the tokens that reach an expert change while a block learns; mixtures of experts are not tuned. "
-            "Use --preset balanced, or --method awq or gptq."
-        )
-    if windows is not None and options.method in CALIBRATED:
-        warnings += few_tokens(windows.ids.numel(), blocks)
-    rounded = (
-        [kind for kind in source.kinds() if kind.removeprefix("GGUF ") not in EXACT] if source.path.is_file() else []
-    )
-    if rounded:
-        warnings.append(
-            f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its weights are read as float16, "
-            "and losses and sizes are counted from there"
-        )
-    sizes = _sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows)
+    problems += _untunable(options, blocks)
+    sizes = count_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows)
     if allocation is not None:
         sizes = with_allocation(sizes, allocation, weights, blocks)
     prediction = predict(sizes, device.type)
     problems += check_room(options, prediction) + check_device(device, prediction)
-    if options.cache.wanted:
-        warnings += cache_elsewhere(options.kv_bits, form)
-    if isinstance(source, RotatedSource) and source.untied:
-        warnings.append(
-            f"--rotate: the head is tied to the embeddings no longer, {size_text(source.info(HEAD).nbytes)} more; --rule 'lm_head=bits:8' halves them"
-        )
+    warnings = [
+        *chosen.warnings,
+        *_text_notes(options, weights, blocks, windows),
+        *_source_notes(options, source, form),
+    ]
     if options.resume:
         warnings.insert(0, resumed_note(options.work_folder, len(blocks.modules)))
-    behind = carried(source)[1]
-    if behind:
-        shown = ", ".join(behind[:5]) + (f" and {len(behind) - 5} more" if len(behind) > 5 else "")
-        warnings.append(f"not copied from the source (code, pickles, other data): {shown}")
     return Plan(
         options, source, form, model, blocks, weights, tokenizer, windows, distilled_on, targets, plain, split, rewritten, problems, warnings, prediction, device,
         allocation, None, probed,
     )  # fmt: skip
+
+
+def _opened(options: ConvertOptions) -> Source:
+    """The source, rotated if that was asked for. Raises RequestError if it lies where the result goes, or is quantized."""
+    source = open_source(options.source)
+    refuse_same_place(options.out, source)
+    _refuse_quantized(source)
+    return RotatedSource(source) if options.rotate else source
+
+
+def _untunable(options: ConvertOptions, blocks: Blocks) -> list[str]:
+    if options.method != "tune" or not any(expert_linears(block) for block in blocks.modules):
+        return []
+    return [
+        "--method tune: the tokens that reach an expert change while a block learns; mixtures of experts are not tuned. "
+        "Use --preset balanced, or --method awq or gptq."
+    ]
+
+
+def _text_notes(options: ConvertOptions, weights: Weights, blocks: Blocks, windows: Windows | None) -> list[str]:
+    """What a user should know of the calibration text and of what is not learned from it."""
+    notes = []
+    if windows is not None and windows.ids.is_meta:
+        notes.append(selftext.note(options, whole_bytes(weights, options)))
+    if windows is not None and options.method in CALIBRATED:
+        notes += few_tokens(windows.ids.numel(), blocks)
+    mixtures = [
+        f"{blocks.name(index)}.{name}"
+        for index, block in enumerate(blocks.modules)
+        for name in dict.fromkeys(of for of, _ in expert_linears(block).values())
+    ]
+    if options.gptaq and mixtures:
+        more = f" and {len(mixtures) - 1} more" if len(mixtures) > 1 else ""
+        notes.append(
+            f"--gptaq: not for the experts ({mixtures[0]}{more}): the original model routes other tokens to them, so they aim at the outputs "
+            "of their own weights, as without --gptaq; all other linears aim at the original's"
+        )
+    return notes
+
+
+def _source_notes(options: ConvertOptions, source: Source, form: Format) -> list[str]:
+    """What a user should know of the source and of what becomes of its parts."""
+    notes = []
+    rounded = (
+        [kind for kind in source.kinds() if kind.removeprefix("GGUF ") not in EXACT] if source.path.is_file() else []
+    )
+    if rounded:
+        notes.append(
+            f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its weights are read as float16, "
+            "and losses and sizes are counted from there"
+        )
+    if options.cache.wanted:
+        notes += cache_elsewhere(options.kv_bits, form)
+    if isinstance(source, RotatedSource) and source.untied:
+        notes.append(
+            f"--rotate: the head is tied to the embeddings no longer, {size_text(source.info(HEAD).nbytes)} more; --rule 'lm_head=bits:8' halves them"
+        )
+    behind = carried(source)[1]
+    if behind:
+        shown = ", ".join(behind[:5]) + (f" and {len(behind) - 5} more" if len(behind) > 5 else "")
+        notes.append(f"not copied from the source (code, pickles, other data): {shown}")
+    return notes
 
 
 def cache_elsewhere(kv_bits: int | str, form: Format) -> list[str]:
@@ -224,143 +253,3 @@ def _refuse_quantized(source: Source) -> None:
             f"{source.path}: is already quantized ({config.get('quant_method')}). Quantizing it again would add loss to loss. "
             "Give the 16-bit original, or repack it (quantkit.convert.repack)."
         )
-
-
-def plain_bytes(weights: Weights, plain: Sequence[str], cut: Sequence[str]) -> int:
-    """Of everything that is written in 16 bit. cut: parameters that are written one by one."""
-    copied = sum(weights.source.info(name).nbytes for name in plain)
-    return copied + sum(
-        weights.parameters[n].numel() * weights.source.info(weights.stored(n)).dtype.itemsize for n in cut
-    )
-
-
-def _sizes(
-    options: ConvertOptions, weights: Weights, blocks: Blocks, targets: dict[str, Target], plain: list[str],
-    split: list[str], windows: Windows | None,
-) -> Sizes:  # fmt: skip
-    block_sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.modules]
-    block = blocks.modules[block_sizes.index(max(block_sizes))]
-    linears, experts = block_linears(block), expert_linears(block)
-    # experts run and are solved one after the other; each has statistics of its own, shared by gate and up
-    at_once = [linear for name, linear in linears.items() if name not in experts or experts[name][1] == 0]
-    by_width: dict[int, int] = {}
-    for linear in at_once:
-        by_width[linear.in_features] = by_width.get(linear.in_features, 0) + linear.out_features
-    packed = sum(
-        t.out_features
-        * (t.in_features * t.scheme.bits / 8 + t.scheme.groups(t.in_features) * (2 + (not t.scheme.symmetric)))
-        for t in targets.values()
-    )
-    infos = [weights.source.info(name) for name in plain]
-    config: Any = weights.model.config
-    before = before_blocks(weights, blocks)
-    return Sizes(
-        before_blocks=sum(weights.parameters[name].numel() for name in before),
-        stored_itemsize=max(info.dtype.itemsize for info in infos),
-        largest_plain=max(info.nbytes // info.dtype.itemsize for info in infos),
-        block=max(block_sizes),
-        widths=tuple(
-            linear.in_features
-            for name, linear in linears.items()
-            if name not in experts or not name.endswith(".up_proj")
-        ),
-        largest_parameter=max(p.numel() for p in block.parameters()),
-        largest_group=max(width * out for width, out in by_width.items()),
-        inner=sum(linear.in_features + linear.out_features for linear in at_once),
-        hidden=config.hidden_size,
-        tokens=0 if windows is None else windows.ids.numel(),
-        seq_len=options.seq_len,
-        plain_bytes=plain_bytes(weights, plain, split),
-        packed_bytes=int(packed),
-        packed_model=packed_model(infos, int(packed), [t.out_features * t.in_features for t in targets.values()]),
-        kernels=kernel_bytes(),
-        calibrated=windows is not None,
-        tuned=max(_linear_weights(block) for block in blocks.modules) if options.method == "tune" else 0,
-        paired=options.paired and windows is not None,
-        crossed=options.crossed and windows is not None,
-        fold=_fold_bytes(linears, experts) if options.folds else 0,
-        whole=_whole(weights, options) if windows is not None and windows.ids.is_meta else 0,
-        **_distil_bytes(options, weights, blocks, targets),
-        outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
-        kv_sample_bytes=kv_sample_bytes(config, options),
-    )
-
-
-def _linear_weights(block: nn.Module) -> int:
-    return sum(linear.weight.numel() for linear in block_linears(block).values())
-
-
-def _distil_bytes(
-    options: ConvertOptions, weights: Weights, blocks: Blocks, targets: dict[str, Target]
-) -> dict[str, int]:
-    """What the end-to-end pass takes, see ``memory.predict``."""
-    if not options.distil:
-        return {}
-    config: Any = weights.model.config
-    step = window_batch(options.distil, options.seq_len) * options.seq_len
-    linears = [t for t in targets.values() if t.kind == "linear"]
-    codes = sum(t.out_features * t.in_features for t in linears)
-    groups = sum(t.out_features * t.scheme.groups(t.in_features) for t in linears)
-    outside = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
-    block = max(sum(p.numel() for p in one.parameters()) for one in blocks.modules)
-    inner = max(sum(m.in_features + m.out_features for m in block_linears(one).values()) for one in blocks.modules)
-    held = codes if codes < RESIDENT * available_bytes() else 0
-    one_step = 4 * step * ((len(blocks) + 2) * config.hidden_size + 3 * inner) + 4 * 4 * block
-    return {
-        "distil_states": 2 * 4 * options.distil * options.seq_len * config.hidden_size,
-        "distil": held + 28 * groups + 4 * outside + one_step + 6 * 4 * CHUNK_ELEMENTS,
-    }
-
-
-def _fold_bytes(linears: Mapping[str, nn.Linear], experts: Mapping[str, tuple[str, int]]) -> int:
-    """The rows kept of every consumer of the largest fold (a norm's: one stack for each expert's gate and up), one H in
-    float32 and the temporaries of one trial; or one scaled weight beside its rounded copy."""
-    stacks: dict[tuple[int, tuple[str, int] | None], int] = {}  # width, expert -> rows
-    for name, linear in linears.items():
-        of = experts.get(name)
-        if (
-            of is None or not name.endswith(".down_proj") or of[1] == 0
-        ):  # each expert's down projection is a fold's only one
-            key = linear.in_features, of
-            stacks[key] = stacks.get(key, 0) + linear.out_features
-    held: dict[int, int] = {}
-    for (width, _), rows in stacks.items():
-        held[width] = held.get(width, 0) + min(rows, SEARCH_ROWS) * width
-    trial = max(count + width * width + TRIAL_COPIES * SEARCH_ROWS * width for width, count in held.items())
-    return 4 * max(trial, 3 * max(linear.weight.numel() for linear in linears.values()))
-
-
-def _whole(weights: Weights, options: ConvertOptions) -> int:
-    """What ``--calibration self`` holds while the model writes."""
-    count = sum(p.numel() for name, p in weights.parameters.items() if name not in weights.tied)
-    return selftext.bytes_needed(weights.model.config, count, options)
-
-
-def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:
-    """The written model in memory: packed weights (kernels hold 2 and 3 bits in 4, 5 to 7 in 8, and scales twice), the rest
-    in float32, and the largest tensor on its way: stored, its mask, or its codes and the temporaries of packing them."""
-    dense = [info.nbytes // info.dtype.itemsize for info in infos]
-    return 4 * sum(dense) + 2 * packed + max(3 * max(dense, default=0), 10 * max(weights, default=0))
-
-
-def _outside_bytes(weights: Weights, target: Target) -> int:
-    """A matrix as stored (and its second copy), its codes, and the packed words twice: encoded and being written."""
-    count = target.out_features * target.in_features
-    copies = 1 if second_copy(weights, target) is None else 2
-    stored = weights.source.info(weights.stored(target.parameter)).dtype.itemsize
-    return int(count * (stored * copies + 1 + 2 * target.scheme.bits / 8))
-
-
-def kv_sample_bytes(config: Any, options: ConvertOptions) -> int:
-    """Keys and values that one layer's observer keeps, in float32, and as much four times over while ranges are searched; with a budget
-    the temporaries of a trial of one batch: four times one side, or twice and the ranges that pages try."""
-    if not options.cache.wanted:
-        return 0
-    heads = cached_heads(config)
-    head_dim = head_width(config)
-    sample = 6 * heads * head_dim * SAMPLE_TOKENS
-    trial = 0
-    if options.cache.budget is not None:
-        side = heads * head_dim * max(BATCH_TOKENS, options.seq_len)
-        trial = max(4 * side, 2 * side + 4 * min((len(CUTS) + 1) * side, SEARCHED_AT_ONCE))
-    return int(4 * (sample + trial))

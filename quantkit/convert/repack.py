@@ -25,12 +25,13 @@ from quantkit.convert.cache import engine_scales, label_words, summary
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_folder
 from quantkit.convert.memory import GENERATE_BYTES, kernel_bytes
-from quantkit.convert.plan import cache_elsewhere, packed_model, refuse_same_place
+from quantkit.convert.plan import cache_elsewhere, refuse_same_place
 from quantkit.convert.repack_cache import OPTIONS, CachePlan, calibrate_cache, plan_cache
 from quantkit.convert.repack_request import refuse_contradictions
 from quantkit.convert.report import ConvertReport, LayerReport
 from quantkit.convert.run import Listener, Progress
 from quantkit.convert.sample import TOO_LARGE, fallback, run_sample
+from quantkit.convert.sizes import packed_model
 from quantkit.convert.structure import Structure, structure_of
 from quantkit.convert.targets import collapse
 from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
@@ -106,8 +107,7 @@ class RepackPlan:
             + (f"; {label_words(self.kv_bits)}" if self.kv is not None else ""),
             *(f"  linears   {count:4d} x {scheme}" for scheme, count in self.schemes().items()),
             f"  keeps     {len(self.plain)} tensors unchanged",
-            f"  needs     host {self.host / 1e6:.0f} MB, disk {2 * self.output / 1e6:.1f} MB while running; "
-            f"output {self.output / 1e6:.1f} MB",
+            f"  needs     host {self.host / 1e6:.0f} MB, disk {2 * self.output / 1e6:.1f} MB while running; output {self.output / 1e6:.1f} MB",
             *(f"  note      {warning}" for warning in self.warnings),
             *(f"  PROBLEM   {problem}" for problem in self.problems),
         ]

@@ -21,7 +21,7 @@ from quantkit.convert.device import release_memory, working_on
 from quantkit.convert.embed import embed
 from quantkit.convert.memory import BATCH_TOKENS
 from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import kv_sample_bytes
+from quantkit.convert.sizes import kv_sample_bytes
 from quantkit.convert.windows import read_windows
 from quantkit.core.host import release_free_memory
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import tiny_model as tiny_architecture
 
 import quantkit
 from quantkit.calibrate.data import load_windows
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.convert.options import ConvertOptions
+from quantkit.convert.plan import make_plan
 from quantkit.errors import RequestError
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -28,7 +31,7 @@ def test_channels_are_scaled_only_if_asked_for(tiny_original: Path, calibration_
 
 
 def test_balanced_folds(tiny_original: Path, tmp_path: Path) -> None:
-    from quantkit.convert.options import ConvertOptions, apply_preset
+    from quantkit.convert.options import apply_preset
 
     asked = ConvertOptions(str(tiny_original), tmp_path / "out", **apply_preset("balanced", {}))
     assert asked.method == "gptq"
@@ -89,3 +92,25 @@ def test_gptaq_brings_outputs_nearer_to_those_of_the_original_inputs(
 def test_gptaq_beside_another_method_is_refused(tiny_original: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="--gptaq has no effect: --method awq has no targets"):
         quantkit.convert(tiny_original, out=tmp_path / "out", method="awq", gptaq=True)
+
+
+@pytest.mark.parametrize("gptaq", [True, False])
+def test_a_plan_says_that_experts_are_no_part_of_gptaq(
+    gptaq: bool, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_original)
+    tiny_architecture("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    asked = ConvertOptions(
+        str(tmp_path / "source"),
+        tmp_path / "out",
+        gptaq=gptaq,
+        calibration=str(calibration_text),
+        samples=4,
+        seq_len=32,
+    )
+    said = [warning for warning in make_plan(asked).warnings if warning.startswith("--gptaq: not for the experts")]
+    assert len(said) == gptaq
+    assert all("model.layers.0.mlp.experts" in warning for warning in said)

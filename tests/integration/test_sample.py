@@ -49,7 +49,7 @@ def test_a_large_model_is_not_run_and_the_report_says_so(
     tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "GENERATE_BYTES", 0)
-    monkeypatch.setattr("quantkit.convert.plan.packed_model", lambda *a: 10**15)
+    monkeypatch.setattr("quantkit.convert.sizes.packed_model", lambda *a: 10**15)
     report = qk.convert(tiny_original, out=tmp_path / "out", method="rtn", group_size=32)
     assert report.sample is None
     assert any("no sample was generated" in note for note in report.notes)

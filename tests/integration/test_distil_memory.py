@@ -1,0 +1,56 @@
+"""Memory of the end-to-end pass: what the plan foretells for it against what the process took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import tiny_model
+
+import quantkit
+from quantkit.convert import distil as distil_pass
+from quantkit.convert import run
+from quantkit.core.host import current_rss, peak_rss, release_free_memory, restart_peak
+
+VOCABULARY, HIDDEN = 1 << 17, 256  # a matrix of 134 MB in float32: all else is small beside it
+
+
+@pytest.fixture(scope="module")
+def wide(tiny_original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is mostly head and embeddings."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("wide")
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=2)
+    tiny_model("llama", **sizes, tie_word_embeddings=False).half().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_original).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("rules", [(), ("lm_head=bits:8", "*.embed_tokens=bits:8")], ids=["16 bit", "8 bit"])
+def test_the_plan_foretells_what_distilling_takes_with_and_without_a_quantized_head(
+    rules: tuple[str, ...], wide: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not restart_peak():
+        pytest.skip("the system does not count a peak anew")
+    taken: list[int] = []
+    foretold: list[int] = []
+    learn: Callable[..., Any] = distil_pass.distil
+
+    def measured(plan: Any, *rest: Any) -> Any:
+        foretold.append(plan.prediction.phases["distil"])
+        release_free_memory()
+        before = current_rss()
+        restart_peak()
+        found = learn(plan, *rest)
+        taken.append(peak_rss(since_restart=True) - before)
+        return found
+
+    monkeypatch.setattr(run.distil, "distil", measured)
+    quantkit.convert(
+        wide, tmp_path / "out", method="rtn", scales="minmax", format="native", rules=rules, distil=8, seq_len=32,
+        calibration=str(calibration_text),
+    )  # fmt: skip
+    assert 0.8 <= taken[0] / foretold[0] <= 1.25, (taken, foretold)
