@@ -245,7 +245,7 @@ def test_gradients_gathered_block_by_block_are_those_of_the_whole_model(
     """Two windows a step, logits in parts, and deltas that are not 0."""
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(algorithm, "STEP_TOKENS", 64)
+    monkeypatch.setattr(algorithm, "ADAM_STEP_TOKENS", 64)
     monkeypatch.setattr(algorithm, "CHUNK_ELEMENTS", 24 * 384)  # tokens of 64
     gathered: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
