@@ -20,7 +20,7 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 
 CHUNK_ELEMENTS = 1 << 24  # logits at a time, of each model
-ADAM_STEP_TOKENS = 1024  # of one step of the whole model
+ADAM_STEP_TOKENS = 2048  # of one step of the whole model: of fewer, the gradient is too noisy for what is nearly right
 HELD = 16  # of so many steps' windows one is kept back: what the result is judged by
 RESIDENT = 0.25  # of the free memory: codes that take less are held through the pass
 
@@ -37,7 +37,7 @@ class DistilOptions:
     betas: of Adam (Kingma and Ba, arXiv 1412.6980), the second smaller than usual because steps are few.
     """
 
-    rate: float = 1e-3
+    rate: float = 3e-4
     warmup: int = 5
     betas: tuple[float, float] = (0.9, 0.95)
 

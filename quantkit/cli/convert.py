@@ -137,7 +137,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option(
     "--tune-steps",
     type=int,
-    default=240,
+    default=120,
     show_default=True,
     help="tune: steps of learning per block; time grows with them.",
 )

@@ -21,6 +21,7 @@ from quantkit.convert.plan import Plan, Target
 from quantkit.convert.report import LayerReport
 from quantkit.convert.tuning import Lesson, tune_block
 from quantkit.convert.verify import decision_sha256
+from quantkit.core import affine
 from quantkit.core.activations import round_input
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.qtensor import QuantTensor
@@ -161,12 +162,21 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, group: InputGroup) -> Sol
         )
     if o.method == "hqq":
         return hqq(weight, scheme, scales, None if hessian is None else hessian.diagonal())
+    if o.method == "tune" and hessian is not None and scales == "search":
+        return _nearest(weight, gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping), _columns(weight.device)))
     if o.method in ("awq", "tune") and hessian is not None:
         return awq(weight, hessian, scheme, scales, o.damping)
     if o.method in CALIBRATED and o.method != "smooth":
         return replace(rtn(weight, scheme, scales), fallback="rounded: no calibration token reached this layer")
     # without the statistics, also when the KV cache brought some: rtn is data-free, and smooth has used them before
     return rtn(weight, scheme, scales)
+
+
+def _nearest(weight: Tensor, solution: Solution) -> Solution:
+    """The nearest codes on the ranges of a solution: where learning starts. From GPTQ's own codes it ends no better than they are."""
+    q = solution.quantized
+    codes = affine.quantize(weight, q.scales, q.zeros, q.scheme)
+    return replace(solution, quantized=QuantTensor(codes, q.scales, q.zeros, q.scheme))
 
 
 def _columns(device: torch.device) -> ColumnLoop | None:

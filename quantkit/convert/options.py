@@ -61,7 +61,7 @@ class ConvertOptions:
     fold: bool = False  # gptq: scale channels first, by AWQ's search
     rotate: bool = False  # residual stream and values, see model.rotate
     gptaq: bool = False  # gptq: aim at what the original model's inputs give
-    tune_steps: int = 240  # of learning, per block: --method tune
+    tune_steps: int = 120  # of learning, per block: --method tune
     distil: int = 0  # windows of the end-to-end pass, see convert.distil; 0: none
     seed: int = 0
     strict_groups: bool = False

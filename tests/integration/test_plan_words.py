@@ -20,7 +20,7 @@ SHORT = ("--samples", 4, "--seq-len", 32, "--group-size", 32)
     [
         (("--preset", "balanced"), "method    gptq --fold (preset balanced), W4 g32 asym"),
         (("--preset", "balanced", "--no-fold", "--gptaq"), "method    gptq --no-fold --gptaq (preset balanced), W4"),
-        (("--preset", "best", "--distil", 8), "method    tune --tune-steps 240 --distil 8 (preset best), W4 g32 asym"),
+        (("--preset", "best", "--distil", 8), "method    tune --tune-steps 120 --distil 8 (preset best), W4 g32 asym"),
         (("--rotate", "--no-gptaq"), "method    gptq --rotate, W4 g32 asym"),
     ],
     ids=str,

@@ -61,7 +61,7 @@ def test_options_with_an_effect_and_defaults_are_not(given: dict[str, Any]) -> N
     [
         ("balanced", {}, "gptq --fold (preset balanced)"),
         ("balanced", dict(fold=False), "gptq --no-fold (preset balanced)"),
-        ("best", {}, "tune --tune-steps 240 --distil 128 (preset best)"),
+        ("best", {}, "tune --tune-steps 120 --distil 128 (preset best)"),
         ("best", dict(distil=0, tune_steps=80), "tune --tune-steps 80 --distil 0 (preset best)"),
         ("fast", dict(rotate=True), "hqq --rotate (preset fast)"),
         (None, dict(gptaq=True, distil=8), "gptq --gptaq --distil 8"),
