@@ -326,7 +326,7 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
     useless |= decided
     found = [name for name in useless if name in set(given)]
     if found:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in found)
+        flags = ", ".join(_flag(name, getattr(options, name)) for name in found)
         reasons = "; ".join(dict.fromkeys(useless[name] for name in found))
         verb, them = ("has", "it") if len(found) == 1 else ("have", "them")
         raise RequestError(f"{flags} {verb} no effect: {reasons}. Leave {them} out.")
@@ -339,7 +339,14 @@ def _decided_elsewhere(options: ConvertOptions) -> dict[str, str]:
         decided["bits"] = f"{options.target} chooses the bits"
     if options.kv_budget is not None:
         decided["kv_bits"] = "--kv-budget chooses the bits"
+    if options.method in algorithms.FOLDING:
+        decided["fold"] = f"--method {options.method} always scales channels"
     return decided
+
+
+def _flag(name: str, value: Any) -> str:
+    """An option as the command line spells it with that value."""
+    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
 
 
 def _without_effect(options: ConvertOptions) -> dict[str, str]:
@@ -352,8 +359,7 @@ def _without_effect(options: ConvertOptions) -> dict[str, str]:
     if options.method not in algorithms.CALIBRATED:
         useless["damping"] = f"--method {options.method} uses no statistics of a text"
     if options.method != "gptq":
-        scaled = options.method in algorithms.FOLDING
-        useless["fold"] = f"--method {options.method} {'always scales' if scaled else 'does not scale'} channels"
+        useless["fold"] = f"--method {options.method} does not scale channels"
         useless["gptaq"] = f"--method {options.method} has no targets of its own"
     if options.method == "smooth":
         useless["damping"] = "--method smooth rounds without a Hessian"

@@ -33,13 +33,20 @@ def test_options_without_effect_are_refused_together(given: dict[str, Any], said
         refuse_without_effect(given, ConvertOptions("model", Path("out"), **given))
 
 
+@pytest.mark.parametrize("method", ["awq", "tune", "hqq"])
+def test_a_method_that_always_scales_channels_cannot_be_told_not_to(method: str) -> None:
+    with pytest.raises(RequestError, match=f"--no-fold has no effect: --method {method} always scales channels"):
+        refuse_without_effect({"method", "fold"}, ConvertOptions("model", Path("out"), method=method, fold=False))
+
+
 @pytest.mark.parametrize(
     "given",
     [
         dict(method="gptq", scales="minmax", damping=0.1),
         dict(method="awq", damping=0.1, seed=1),
         dict(method="rtn", kv_bits=8, samples=4, seq_len=64, seed=1),
-        dict(method="awq", fold=False, gptaq=False, tune_steps=DEFAULTS["tune_steps"]),
+        dict(method="awq", gptaq=False, tune_steps=DEFAULTS["tune_steps"]),
+        dict(method="rtn", fold=False),
         dict(
             method="rtn",
             damping=0.01,
