@@ -103,18 +103,24 @@ def test_a_result_that_lacks_a_tensor_is_no_result(run: Any, tiny_original: Path
         run.judge_dense(source, tmp_path, {"quantized_bytes": 1, "checkpoint_bytes": 1})
 
 
-def test_an_environment_is_made_once_and_anew_when_its_list_changes(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
+@pytest.fixture
+def commands(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What run.py would have run, instead of running it."""
+    asked: list[list[str]] = []
 
     def pretend(command: list[str], **options: Any) -> Any:
-        commands.append(command)
+        asked.append(command)
         if "venv" in command:
             Path(command[-1]).mkdir(parents=True)
         return type("Done", (), {"returncode": 0})()
 
     monkeypatch.setattr(run.subprocess, "run", pretend)
+    return asked
+
+
+def test_an_environment_is_made_once_and_anew_when_its_list_changes(
+    run: Any, tmp_path: Path, commands: list[list[str]]
+) -> None:
     python = run.environment("x", ["torch==1", "x==2"], tmp_path)
     assert run.environment("x", ["torch==1", "x==2"], tmp_path) == python
     assert len(commands) == 2
@@ -126,17 +132,8 @@ def test_an_environment_is_made_once_and_anew_when_its_list_changes(
 
 
 def test_an_environments_npm_packages_are_laid_beside_it_and_run_nothing(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, commands: list[list[str]]
 ) -> None:
-    commands: list[list[str]] = []
-
-    def pretend(command: list[str], **options: Any) -> Any:
-        commands.append(command)
-        if "venv" in command:
-            Path(command[-1]).mkdir(parents=True)
-        return type("Done", (), {"returncode": 0})()
-
-    monkeypatch.setattr(run.subprocess, "run", pretend)
     for packages in (["@y/z@1"], ["@y/z@1"], ["@y/z@2"]):
         run.environment("x", ["torch==1"], tmp_path, packages)
     asked = [command for command in commands if command[0] == "npm"]
