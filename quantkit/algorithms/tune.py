@@ -106,7 +106,7 @@ def tune(
             error = measure(found)
             if error < after:
                 best, after, at = found, error, step
-    return Tuned(best, before, after, at, None if at else "the start was the best")
+    return Tuned(best, before, after, at)
 
 
 COPIES = (

@@ -24,6 +24,11 @@ class Windows:
     bos: bool
     seed: int
 
+    def words(self) -> str:
+        """How many and how long, for people."""
+        count, length = self.ids.shape
+        return f"{count} window{'s' if count > 1 else ''} of {length} tokens"
+
     def digest(self) -> str:
         """sha256 of the token ids: same windows, same statistics."""
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()

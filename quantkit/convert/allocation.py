@@ -40,7 +40,7 @@ USUAL_SIZES = (64, 128)
 @dataclass(frozen=True)
 class Allocation:
     """What is to be chosen. costs: bytes of each unit's options, as they are written. fixed: bytes of everything else. budget: bytes in
-    all. asked: the option, as it is typed."""
+    all. asked: the option, as it is typed. format: the name of what is written."""
 
     asked: str
     budget: int
@@ -48,6 +48,7 @@ class Allocation:
     units: tuple[Unit, ...]
     costs: tuple[tuple[int, ...], ...]
     fixed: int
+    format: str
 
     @property
     def least(self) -> int:
@@ -66,7 +67,10 @@ class Allocation:
         if not self.units:
             return [f"{self.asked}: the rules decide about every weight, nothing is left to choose. Drop one of them."]
         if self.budget < self.least:
-            return [f"{self.asked}: the least that is possible here is {self._said(self.least, up=True)}."]
+            return [
+                f"{self.asked}: the least that is possible here is {self._said(self.least, up=True)}. "
+                f"Ask for more{'' if self.format == 'native' else ', or for --format native, which takes more of the model to fewer bits'}."
+            ]
         if self.budget > self.most:
             return [
                 f"{self.asked}: the most that is possible here is {self._said(self.most)}. Ask for less, or for fixed --bits."
@@ -129,7 +133,7 @@ def plan_allocation(
         costs.append(tuple(cost for _, cost in found))
     free = set(targets.free)
     fixed += sum(stored_bytes(form, target) for name, target in targets.chosen.items() if name not in free)
-    allocation = Allocation(options.target, budget, parameters, tuple(units), tuple(costs), fixed)
+    allocation = Allocation(options.target, budget, parameters, tuple(units), tuple(costs), fixed, form.name)
     targets.problems += allocation.problems()
     return allocation
 
@@ -214,7 +218,9 @@ def with_allocation(sizes: Sizes, allocation: Allocation, weights: Weights, bloc
     tail = vocabulary * (TAIL_TOKENS * 8 + 3 * HEAD_TOKENS * head)
     block = sizes.block + tokens // STRIDE * 2 * sizes.inner + 4 * TOKENS * sizes.inner + 9 * sizes.largest_group
     return replace(
-        sizes, packed_bytes=allocation.budget - sizes.plain_bytes, measuring=4 * (streams + max(tail, block))
+        sizes,
+        packed_bytes=max(allocation.budget, allocation.least) - sizes.plain_bytes,
+        measuring=4 * (streams + max(tail, block)),
     )
 
 

@@ -28,20 +28,16 @@ def describe(plan: Plan) -> str:
     ]
     if plan.windows is not None:
         w = plan.windows
-        lines.append(
-            f"  text      {w.name}: {w.ids.shape[0]} windows of {w.ids.shape[1]} tokens, seed {w.seed}, {'with' if w.bos else 'no'} BOS"
-        )
+        lines.append(f"  text      {w.name}: {w.words()}, seed {w.seed}, {'with' if w.bos else 'no'} BOS")
     if plan.allocation is not None:
         lines += plan.allocation.describe()
     if plan.distilled_on is not None:
         w = plan.distilled_on
-        lines.append(
-            f"  distil    {w.ids.shape[0]} windows of {w.ids.shape[1]} tokens of {w.name}, seed {w.seed}: scales and norms learn, codes stay"
-        )
+        lines.append(f"  distil    {w.words()} of {w.name}, seed {w.seed}: scales and norms learn, codes stay")
     for (shape, scheme), names in sorted(_schemes(plan).items()):
         lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
     lines += [
-        f"  keeps     {len(plan.plain)} tensors unchanged",
+        f"  keeps     {len(plan.plain)} tensors unchanged{_kept_words(plan)}",
         f"  needs     host {size_text(p.host)}, device {size_text(p.device)}, disk {size_text(p.disk)} while running; output {size_text(p.output)}",
     ]
     if plan.allocation is None:  # else: known when the bits are
@@ -67,6 +63,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "warnings": plan.warnings,
         "problems": plan.problems,
     }  # fmt: skip
+
+
+def _kept_words(plan: Plan) -> str:
+    """That head and embeddings are among what is kept, and how they would not be: no rule with a `*` reaches them."""
+    if plan.outside() or plan.allocation is not None:
+        return ""
+    return ", head and embeddings among them (--rule '*.embed_tokens=bits:8' quantizes those)"
 
 
 def _free(plan: Plan) -> set[str]:

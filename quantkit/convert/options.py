@@ -72,6 +72,7 @@ class ConvertOptions:
     work_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         check_preset(self.preset)
         if self.method not in algorithms.METHODS:
             later = self.method in algorithms.LATER
@@ -117,6 +118,18 @@ class ConvertOptions:
             raise RequestError(
                 f"--damping {self.damping}: a share of the Hessian's mean diagonal, above 0 and at most 1."
             )
+
+    def _check_numbers(self) -> None:
+        """From Python anything can come: a number in quotes would pass every comparison of another type, or none."""
+        for one in fields(self):
+            value, kind = getattr(self, one.name), str(one.type)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if kind == "int" and not whole:
+                raise RequestError(f"--{one.name.replace('_', '-')} {value!r}: a whole number.")
+            if kind.startswith("float") and not (
+                whole or isinstance(value, float) or (value is None and "None" in kind)
+            ):
+                raise RequestError(f"--{one.name.replace('_', '-')} {value!r}: a number.")
 
     def _check_target(self) -> None:
         if self.target_bpw is not None and self.target_size is not None:

@@ -75,6 +75,7 @@ class ConvertReport:
     allocation: dict[str, Any] | None = None  # of bits chosen within a size, see convert.settle.Settled.summary
     tuning: dict[str, dict[str, float]] = field(default_factory=dict)  # by block, see BlockResult
     distilled: dict[str, Any] | None = None  # see BlockResult
+    drawn: bool = False  # random tokens stood in for a calibration text
     rotated: float | None = None  # what model.rotate.prove found, if the weights were rotated
     cache: dict[str, Any] | None = None  # of a quantized KV cache, see convert.cache.summary
 
@@ -160,6 +161,9 @@ class ConvertReport:
             "layers": [layer.to_json() for layer in self.layers],
         }
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self, *, warned: bool = False) -> str:
         """A few lines for people: what was written, how well, the worst layers. warned: the plan's warnings were shown before."""
         did = method_words(self.method, self.method_options, self.preset)
@@ -182,7 +186,7 @@ class ConvertReport:
             shown = ", ".join(f"{layer.name} {layer.relative_output_error:.1%}" for layer in worst)
             mean = sum(layer.relative_output_error or 0 for layer in measured) / len(measured)
             lines.append(
-                f"  error     relative output error on the calibration text {mean:.1%} on average; largest: {shown}"
+                f"  error     relative output error on {'random tokens' if self.drawn else 'the calibration text'} {mean:.1%} on average; largest: {shown}"
             )
         if self.rotated is not None:
             lines.append(
@@ -195,7 +199,11 @@ class ConvertReport:
             kept = sum(not one["step"] for one in self.tuning.values())
             lines.append(
                 f"  learned   squared error of a block's output on text held back {ends[0]:.3g} -> {ends[1]:.3g} of its size on average"
-                + (f"; {kept} of {len(self.tuning)} blocks stay as they started" if kept else "")
+                + (
+                    f"; {kept} of {len(self.tuning)} blocks stay as they started, which was better (more --tune-steps may help)"
+                    if kept
+                    else ""
+                )
             )
         if self.distilled is not None:
             d = self.distilled

@@ -161,6 +161,7 @@ class _Conversion:
             o.preset,
             o.method_options,
             warnings=plan.warnings,
+            drawn=o.draws,
         )
         self.report.engines = lint_plan(plan)
         self.report.allocation = plan.allocated

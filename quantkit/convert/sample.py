@@ -22,8 +22,8 @@ FALLBACK = "The first time that"  # where there is no calibration text
 
 
 def prompt_of(plan: Plan) -> list[int]:
-    """The first tokens of the calibration text, or of a fixed phrase."""
-    if plan.windows is None:
+    """The first tokens of the calibration text, or of a fixed phrase where there is none."""
+    if plan.windows is None or plan.options.draws:
         return fallback(plan.tokenizer)
     return [int(token) for token in plan.windows.ids[0, :PROMPT_TOKENS]]
 

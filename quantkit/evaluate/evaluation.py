@@ -98,6 +98,7 @@ class Evaluation:
             size += f", {self.bits_per_weight:.3f} per quantized weight (scales and zeros counted)"
         kernels = "the runtime's kernels" if self.runtime else f"weights dequantized to {self.dtype}"
         bos = "BOS first" if self.bos else "no BOS"
+        half = ", the half for evaluation" if self.data == "wikipedia-sample" else ""
         return [
             ("perplexity", f"{self.perplexity:.4f}{_pm(self.stderr, '.2f')}"),
             *self._compared(),
@@ -107,7 +108,7 @@ class Evaluation:
             ("KV cache", self._cache()),
             (
                 "measured on",
-                f"{self.data} (sha256 {self.data_sha256[:12]}), {self.windows} windows of {self.seq_len}, stride {self.stride}, {bos}",
+                f"{self.data}{half} (sha256 {self.data_sha256[:12]}), {self.windows} windows of {self.seq_len}, stride {self.stride}, {bos}",
             ),
             (
                 "",

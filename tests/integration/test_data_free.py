@@ -10,6 +10,7 @@ from quantkit.checkpoint.source import open_source
 from quantkit.convert import describe
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
+from quantkit.convert.sample import FALLBACK
 from quantkit.errors import RequestError
 
 
@@ -23,6 +24,13 @@ def test_the_plan_names_random_tokens_and_no_text(tiny_original: Path, tmp_path:
     assert plan.windows.name == "random tokens"
     assert "random tokens" in describe.describe(plan)
     assert not torch.equal(plan.windows.ids, make_plan(options(tiny_original, tmp_path / "out", seed=1)).windows.ids)  # type: ignore[union-attr]
+
+
+def test_the_report_speaks_of_random_tokens_and_its_sample_continues_words(tiny_original: Path, tmp_path: Path) -> None:
+    report = quantkit.convert(str(tiny_original), out=tmp_path / "out", method="hqq", group_size=32)
+    assert "relative output error on random tokens" in str(report)
+    assert report.sample is not None
+    assert report.sample["prompt"].strip() == FALLBACK
 
 
 def test_the_same_seed_gives_the_same_bytes_and_channels_are_scaled(tiny_original: Path, tmp_path: Path) -> None:

@@ -35,6 +35,16 @@ def test_the_plan_shows_what_a_preset_stands_for(
     assert words in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("rules", "among"), [((), True), (("--rule", "*.embed_tokens=bits:8"), False)], ids=["kept", "quantized"]
+)
+def test_the_plan_says_whether_head_and_embeddings_are_among_what_is_kept(
+    rules: tuple[str, ...], among: bool, tiny_original: Path, tmp_path: Path, quantkit: Callable[..., Any]
+) -> None:
+    done = quantkit("convert", tiny_original, "--out", tmp_path / "out", "--preset", "fast", "--group-size", 32, *rules, "--format", "native", "--dry-run")  # fmt: skip
+    assert ("head and embeddings among them" in done.stdout) == among, done.stdout + done.stderr
+
+
 def test_the_preset_is_in_plan_report_and_manifest(
     tiny_original: Path, calibration_text: Path, tmp_path: Path, quantkit: Callable[..., Any]
 ) -> None:

@@ -33,6 +33,21 @@ def test_options_without_effect_are_refused_together(given: dict[str, Any], said
         refuse_without_effect(given, ConvertOptions("model", Path("out"), **given))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(samples="8"), "--samples '8': a whole number"),
+        (dict(distil=True), "--distil True: a whole number"),
+        (dict(bits=4.0), r"--bits 4\.0: a whole number"),
+        (dict(target_bpw="4.5x"), "--target-bpw '4.5x': a number"),
+        (dict(damping=None), "--damping None: a number"),
+    ],
+)
+def test_a_number_of_another_type_is_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        ConvertOptions("model", Path("out"), **given)
+
+
 @pytest.mark.parametrize("method", ["awq", "tune", "hqq"])
 def test_a_method_that_always_scales_channels_cannot_be_told_not_to(method: str) -> None:
     with pytest.raises(RequestError, match=f"--no-fold has no effect: --method {method} always scales channels"):
