@@ -66,10 +66,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _kept_words(plan: Plan) -> str:
-    """That head and embeddings are among what is kept, and how they would not be: no rule with a `*` reaches them."""
+    """That head and embeddings are among what is kept: a rule `*` does not reach them."""
     if plan.outside() or plan.allocation is not None:
         return ""
-    return ", head and embeddings among them (--rule '*.embed_tokens=bits:8' quantizes those)"
+    return ", head and embeddings among them (rules reach those by their own names only)"
 
 
 def _free(plan: Plan) -> set[str]:
