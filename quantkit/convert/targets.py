@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from quantkit.convert.options import ConvertOptions
-from quantkit.convert.rules import choose_schemes, parse_rules, split_siblings
+from quantkit.convert.rules import Choice, choose_schemes, parse_rules, split_siblings
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.formats import Format, Layout
@@ -51,35 +51,70 @@ class Targets:
 
 def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weights: Weights) -> Targets:
     """Every weight's scheme. Raises RequestError for a rule that cannot be (syntax, no match)."""
-    rules = parse_rules(options.rules, options.scheme)
+    names = _linears(blocks, weights)
+    outside = _outside(weights)
+    known = [name for kind in outside for name in kind.names]
+    choice = choose_schemes(
+        parse_rules(options.rules, options.scheme), options.scheme, [stored for stored, _ in names.values()], known
+    )
+    found = Targets(problems=list(choice.problems))
+    wanted: list[_Wanted] = [
+        (module, stored, linear, "linear", choice.schemes[stored]) for module, (stored, linear) in names.items()
+    ]
+    if options.allocates:
+        found.free = [module for module, (stored, _) in names.items() if stored not in choice.taken]
+    for one in outside:
+        wanted.append((one.module, one.stored, one.owner, one.kind, _outside_scheme(options, form, one, choice, found)))
+    adapted = _fit(form, wanted, found)
+    found.problems[:] = collapse(found.problems)
+    if not found.chosen:
+        raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
+    outside_names = [t.name for t in found.chosen.values() if t.kind != "linear"]
+    unsayable = form.cannot_say(Layout({t.name: t.scheme for t in found.chosen.values()}, found.kept, outside_names))
+    if unsayable:
+        found.problems.append(unsayable)
+    if options.allocates:  # the rest is not decided yet
+        _say_split(form, {name: scheme for name, scheme in choice.schemes.items() if name in choice.taken}, found)
+    else:
+        _say_adapted(options, form, adapted, found)
+        _say_split(form, choice.schemes, found)
+    return found
+
+
+_Wanted = tuple[
+    str, str, Any, str, Scheme | None
+]  # module, stored name, what has the weight, kind, scheme or None: 16 bit
+
+
+def _linears(blocks: Blocks, weights: Weights) -> dict[str, tuple[str, nn.Module]]:
+    """Linears of the blocks by module name, with their stored names."""
     modules = {
         f"{blocks.name(index)}.{local}": linear
         for index, block in enumerate(blocks.modules)
         for local, linear in block_linears(block).items()
     }
-    names = {module: _stored(weights, module) for module in modules}
-    outside = _outside(weights)
-    choice = choose_schemes(
-        rules, options.scheme, list(names.values()), [name for kind in outside for name in kind.names]
+    return {module: (_stored(weights, module), linear) for module, linear in modules.items()}
+
+
+def _outside_scheme(
+    options: ConvertOptions, form: Format, one: _Outside, choice: Choice, found: Targets
+) -> Scheme | None:
+    """Of a head or embedding: what a rule says, or with a target that it is to be chosen, where the format can hold it."""
+    if not options.allocates or not choice.taken.isdisjoint(one.names):
+        return one.choose(choice.schemes)
+    if one.kind in form.outside:
+        found.free.append(one.module)
+        return options.scheme
+    found.warnings.append(
+        f"{one.stored} stays at 16 bit: {form.name} cannot hold {_SAID[one.kind]} so that engines read it"
     )
-    found = Targets(problems=list(choice.problems))
+    return one.choose(choice.schemes)
+
+
+def _fit(form: Format, wanted: list[_Wanted], found: Targets) -> dict[tuple[int, int | None, int | None], int]:
+    """Targets with group sizes that the format can have, and what it cannot hold as problems. Returns how many linears of a width got another
+    size than was asked for."""
     adapted: dict[tuple[int, int | None, int | None], int] = {}
-    wanted: list[tuple[str, str, Any, str, Scheme | None]] = [
-        (module, names[module], linear, "linear", choice.schemes[names[module]]) for module, linear in modules.items()
-    ]
-    if options.allocates:
-        found.free = [module for module in modules if names[module] not in choice.taken]
-    for one in outside:
-        scheme = one.choose(choice.schemes)
-        if options.allocates and choice.taken.isdisjoint(one.names):
-            if one.kind in form.outside:
-                scheme = options.scheme
-                found.free.append(one.module)
-            else:
-                found.warnings.append(
-                    f"{one.stored} stays at 16 bit: {form.name} cannot hold {_SAID[one.kind]} so that engines read it"
-                )
-        wanted.append((one.module, one.stored, one.owner, one.kind, scheme))
     sizes = _group_sizes(
         form, [(replace(scheme, activations=None), owner.weight.shape[1]) for *_, owner, _, scheme in wanted if scheme]
     )
@@ -95,8 +130,7 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
         if fitted != scheme:
             key = (in_features, scheme.group_size, fitted.group_size)
             adapted[key] = adapted.get(key, 0) + 1
-        target = Target(stored, f"{module}.weight", out_features, in_features, fitted, kind)
-        found.chosen[module] = target
+        found.chosen[module] = Target(stored, f"{module}.weight", out_features, in_features, fitted, kind)
         if kind != "linear" and kind not in form.outside:
             found.problems.append(
                 f"{stored}: {form.name} cannot hold {_SAID[kind]} so that engines read it. "
@@ -106,19 +140,7 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
         reason = form.supports(fitted, out_features, in_features)
         if reason:
             found.problems.append(f"{stored}: {form.name} cannot hold {fitted.describe()}: {reason}")
-    found.problems[:] = collapse(found.problems)
-    if not found.chosen:
-        raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
-    outside_names = [t.name for t in found.chosen.values() if t.kind != "linear"]
-    unsayable = form.cannot_say(Layout({t.name: t.scheme for t in found.chosen.values()}, found.kept, outside_names))
-    if unsayable:
-        found.problems.append(unsayable)
-    if options.allocates:  # the rest is not decided yet
-        _say_split(form, {name: scheme for name, scheme in choice.schemes.items() if name in choice.taken}, found)
-    else:
-        _say_adapted(options, form, adapted, found)
-        _say_split(form, choice.schemes, found)
-    return found
+    return adapted
 
 
 def _group_sizes(form: Format, wanted: list[tuple[Scheme, int]]) -> dict[tuple[Scheme, int], int | None]:
