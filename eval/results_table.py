@@ -224,8 +224,13 @@ def render_mixes(results: Results) -> str:
 
 
 def quality_tables() -> dict[str, str]:
-    """The presets beside each other, seeds one by one; llama.cpp's mixes."""
-    return {"ladder": render_ladder(load_results("weights")), "mixes": render_mixes(load_results("llamacpp"))}
+    """The presets beside each other, seeds one by one; the same models on another text; llama.cpp's mixes."""
+    ladder = load_results("weights")
+    return {
+        "ladder": render_ladder([one for one in ladder if "of" not in one[0]]),
+        "news": render_ladder([one for one in ladder if "of" in one[0]]),
+        "mixes": render_mixes(load_results("llamacpp")),
+    }
 
 
 def study_tables() -> dict[str, str]:
@@ -234,7 +239,7 @@ def study_tables() -> dict[str, str]:
     shared = [
         ({**row, "label": row["label"].replace("preset balanced, W4 g64", "wikipedia-sample, 64 windows")}, result)
         for row, result in load_results("weights")
-        if "-balanced-w4-g64-asym" in row["id"]
+        if "-balanced-w4-g64-asym" in row["id"] and "of" not in row
     ]
     return {"studies": render_ladder([*shared, *load_suite(here / "studies.toml", here / "results")])}
 

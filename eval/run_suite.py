@@ -115,6 +115,8 @@ class Runner:
         baseline: Baseline | str | None = None if alone else self.baseline(row["model"], twin)
         if row.get("against") == "itself":  # with a 16-bit cache
             baseline = str(model)
+        elif "data" in row.get("evaluate", {}):  # another text than the one whose states are kept
+            baseline = str(twin)
         evaluation = evaluate(str(model), baseline=baseline, progress=show, **options)
         figures = evaluation.to_json()
         figures["model"], figures["baseline"] = row["id"], None if alone else f"{row['model']}-original"
