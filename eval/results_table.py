@@ -223,6 +223,16 @@ def render_mixes(results: Results) -> str:
     return markdown(["model", "mix", "bits / weight of the model", *LADDER_HEAD[3:]], lines)
 
 
+def render_times(results: Results) -> str:
+    """Seconds from the start of the process to the files on disk, and peak memory; the fastest first."""
+    lines = [
+        [row["model"], row["label"], f"{made['seconds']:.0f}", f"{made['peak_host_bytes'] / 1e9:.2f} GB"]
+        for row, result in sorted(results, key=lambda one: one[1]["quantization"]["seconds"])
+        for made in (result["quantization"],)
+    ]
+    return markdown(["model", "made by", "seconds", "peak memory"], lines)
+
+
 def quality_tables() -> dict[str, str]:
     """The presets beside each other, seeds one by one; the same models on another text; llama.cpp's mixes."""
     ladder = load_results("weights")
@@ -230,6 +240,7 @@ def quality_tables() -> dict[str, str]:
         "ladder": render_ladder([one for one in ladder if "of" not in one[0]]),
         "news": render_ladder([one for one in ladder if "of" in one[0]]),
         "mixes": render_mixes(load_results("llamacpp")),
+        "times": render_times(load_results("times")),
     }
 
 
