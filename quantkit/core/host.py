@@ -16,8 +16,13 @@ from typing import Any
 _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
+_earlier_peak = 0  # what restart_peak() forgot
+
+
 def restart_peak() -> bool:
     """Let ``peak_rss(since_restart=True)`` count from now on. False where the system cannot (Linux can)."""
+    global _earlier_peak
+    _earlier_peak = peak_rss()
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the peak resident size
     except OSError:
@@ -27,11 +32,20 @@ def restart_peak() -> bool:
 
 def peak_rss(*, since_restart: bool = False) -> int:
     """Largest resident size of this process so far, in bytes, libraries included; or since ``restart_peak``."""
-    if since_restart:
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    found = _high_water_mark()
+    if found is not None:
+        return found if since_restart else max(_earlier_peak, found)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux, bytes on macOS
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+
+
+def _high_water_mark() -> int | None:
+    """As /proc tells it. On Linux getrusage(2) is of no use: it starts with the size of the process that started this one."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
 
 
 def current_rss() -> int:

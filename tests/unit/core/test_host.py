@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from quantkit.core.host import size_text, undisturbed
+from quantkit.core.host import peak_rss, restart_peak, size_text, undisturbed
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,24 @@ def test_an_interrupt_waits_until_everything_is_tidied_up(number: signal.Signals
         wait.set()
         other.join()
     assert done == ["tidied up", "interrupted"]
+
+
+CHILD = "from quantkit.core.host import peak_rss; print(peak_rss())"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system tells nothing better")
+def test_a_peak_does_not_begin_with_that_of_the_process_that_started_this_one() -> None:
+    held = (
+        bytearray(b"x") * 300_000_000
+    )  # resident while the child is started, as in a suite that evaluates between conversions
+    child = subprocess.run([sys.executable, "-c", CHILD], check=True, capture_output=True, text=True)
+    assert 0 < int(child.stdout) < len(held)
+
+
+def test_the_whole_peak_remembers_what_a_restart_forgets() -> None:
+    held = bytearray(b"x") * 200_000_000
+    high = peak_rss()
+    del held
+    if not restart_peak():
+        pytest.skip("the system does not count a peak anew")
+    assert peak_rss() >= high > peak_rss(since_restart=True)
