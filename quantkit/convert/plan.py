@@ -152,7 +152,7 @@ def _untunable(options: ConvertOptions, blocks: Blocks) -> list[str]:
         return []
     return [
         "--method tune: the tokens that reach an expert change while a block learns; mixtures of experts are not tuned. "
-        "Use --preset balanced, or --method awq or gptq."
+        "Use --preset balanced --distil 128 (scales and norms learn end to end), or --method awq or gptq."
     ]
 
 
