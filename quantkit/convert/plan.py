@@ -168,11 +168,6 @@ def _text_notes(options: ConvertOptions, weights: Weights, blocks: Blocks, windo
         for index, block in enumerate(blocks.modules)
         for name in dict.fromkeys(of for of, _ in expert_linears(block).values())
     ]
-    if options.gptaq:
-        notes.append(
-            "--gptaq: the fit to the original's inputs can follow the text so closely that the model is ruined for any other (SmolLM2-135M on 8 windows "
-            "of 512: KL 5.6, without it 0.2). Look at `quantkit eval --baseline` before the result is used"
-        )
     if options.gptaq and mixtures:
         more = f" and {len(mixtures) - 1} more" if len(mixtures) > 1 else ""
         notes.append(
