@@ -90,6 +90,7 @@ def main() -> None:
     except QuantkitError as error:
         fail(str(error), 1, error)
     except BrokenPipeError:
+        _write_nowhere()
         sys.exit(1)
     except OSError as error:  # a disk or a permission: the system's own words are the best there are
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}.", 1, error)
@@ -107,9 +108,17 @@ def fail(message: str, code: int, error: BaseException | None = None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C twice gets the message, too
     message = "\n".join([message, *_notes(error)])
     if "--json" in sys.argv[1:]:  # a script reads stdout, whatever happened
-        print_json({"error": message, "exit_code": code})
+        try:
+            print_json({"error": message, "exit_code": code})
+        except BrokenPipeError:
+            _write_nowhere()
     click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
     sys.exit(code)
+
+
+def _write_nowhere() -> None:
+    """Who read stdout has gone: what is left in its buffer would raise again at exit (Python's documentation, "Note on SIGPIPE")."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warnings_as_notes() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +40,15 @@ def test_a_file_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     print_lines(ENGINE)
     assert out.getvalue() == ENGINE + "\n"
+
+
+def test_a_reader_of_stdout_that_has_gone_leaves_the_message_and_no_traceback(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "quantkit.cli.main", "convert", str(tmp_path / "none"), "--out", "out", "--json"]
+    done = subprocess.run(command, check=False, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 1
+    assert "Error:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
