@@ -48,7 +48,7 @@ def test_a_reader_of_stdout_that_has_gone_leaves_the_message_and_no_traceback(tm
     command = [sys.executable, "-m", "quantkit.cli.main", "convert", str(tmp_path / "none"), "--out", "out", "--json"]
     done = subprocess.run(command, check=False, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Error:" in done.stderr
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
