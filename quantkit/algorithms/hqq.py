@@ -4,8 +4,8 @@ Three steps, of which none reads data:
 
 * The model runs on a few hundred tokens drawn at random from its vocabulary. What that tells of correlations is of no use, but the size of each
   input channel, ``r_j = rms(x_j)``, is nearly that of real text: it is decided by norms and weights.
-* Where channels can be scaled (``quantkit.model.folds``), by ``s_j = r_j ** 0.5``: AWQ's equation 5 (Lin et al., arXiv 2306.00978) without its
-  search.
+* Where channels can be scaled (``quantkit.model.folds``), by ``s_j = r_j ** a``: AWQ's equation 5 (Lin et al., arXiv 2306.00978) with three values
+  of a, of which the one with the smallest ``sum_j r_j**2 e_j**2`` of plain rounding is kept.
 * Each group starts from the half-quadratic solution (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023):
   with the shrinking operator of the l_p norm, p = 1/2, outliers leave the residual and the zero point is the mean of what remains. It is
   then rounded, since zeros are integers here (symmetric schemes have none: more ranges are tried). Of that and
@@ -14,17 +14,24 @@ Three steps, of which none reads data:
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantkit.algorithms import LARGEST_FACTOR, Scales, Solution
+from quantkit.algorithms.awq import Consumer, Realise, input_size
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError
 
-EXPONENT = 0.5
+EXPONENTS = (
+    0.5,
+    0.25,
+)  # tried beside no factors at all: with groups of 64 the first is best, in whole rows of 8 bits factors do harm
 FLOOR = 1e-2  # of the channels' mean size: beneath it a channel is not scaled down further
 SHRINKS = (1.0, 0.94, 0.88)
 # Without a zero there is no half-quadratic start, and nothing else finds the narrow range that few bits need.
@@ -34,7 +41,35 @@ BETA, ITERATIONS = 10.0, 3  # of the half-quadratic solver; eight iterations and
 _ELEMENTS = 1 << 18  # weights in work at a time on a CPU: the temporaries stay in the cache
 
 
-def channel_factors(size: Tensor, exponent: float = EXPONENT) -> Tensor:
+def search_channel_factors(consumers: Sequence[Consumer], channels: int, realise: Realise = lambda s: s) -> Tensor:
+    """The best of a few ``channel_factors`` and of none (all ones), float32 ``[channels]``. Only the Hessians' diagonals are read.
+
+    Raises NumericsError if the inputs are not finite.
+    """
+    size = input_size(consumers, channels)
+    if not bool(torch.isfinite(size).all()):
+        raise NumericsError("its inputs are not finite")
+    tried = [torch.ones_like(size), *(realise(channel_factors(size, exponent)) for exponent in EXPONENTS)]
+    losses = [_weighted_loss(consumers, factors) for factors in tried]
+    return tried[min(range(len(tried)), key=lambda i: losses[i])]
+
+
+def _weighted_loss(consumers: Sequence[Consumer], factors: Tensor) -> float:
+    """``sum_j r_j**2 e_j**2`` of rounding between the extremes; inf if a scale cannot be stored."""
+    total = 0.0
+    for c in consumers:
+        s = factors[c.channels]
+        scaled = c.weight * s
+        try:
+            step, zeros = affine.minmax_params(scaled, c.scheme)
+        except NumericsError:
+            return math.inf
+        error = affine.dequantize(affine.quantize(scaled, step, zeros, c.scheme), step, zeros, c.scheme) / s - c.weight
+        total += c.share * float((error.square() * c.hessian.diagonal().float()).sum())
+    return total if math.isfinite(total) else math.inf
+
+
+def channel_factors(size: Tensor, exponent: float) -> Tensor:
     """``size ** exponent`` with geometric mean 1, float32 ``[channels]``. size: root mean square of each channel."""
     size = size.float()
     log = exponent * (size + FLOOR * size.mean() + 1e-30).log()

@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from quantkit.algorithms.awq import Consumer, input_size, search_factors, thin_stack
-from quantkit.algorithms.hqq import channel_factors
+from quantkit.algorithms.awq import Consumer, search_factors, thin_stack
+from quantkit.algorithms.hqq import search_channel_factors
 from quantkit.algorithms.smooth import Reader, smooth_factors
 from quantkit.calibrate.stats import LARGEST_NORM
 from quantkit.convert.block import BlockResult, InputGroup
 from quantkit.convert.plan import Plan
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError
 from quantkit.model.folds import Fold, find_folds, scaled_parameters, shared_modules
 from quantkit.model.patterns import short_names
 from quantkit.model.stepper import Call
@@ -112,12 +113,10 @@ def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str |
     if not consumers:
         return one, None
     if plan.options.method == "hqq":
-        size = input_size(consumers, fold.channels)
-        return (
-            (stage.realise(channel_factors(size)), None)
-            if bool(torch.isfinite(size).all())
-            else (one, "its inputs are not finite")
-        )
+        try:
+            return search_channel_factors(consumers, fold.channels, stage.realise), None
+        except NumericsError as error:
+            return one, str(error)
     found = search_factors(consumers, fold.channels, stage.realise)
     return (found.values, None) if found.fallback is None else (one, found.fallback)
 

@@ -5,8 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.algorithms.hqq import channel_factors, hqq
+from quantkit.algorithms.awq import Consumer
+from quantkit.algorithms.hqq import channel_factors, hqq, search_channel_factors
+from quantkit.core import affine
 from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError
 
 
 def weighted(w: torch.Tensor, back: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
@@ -95,11 +98,48 @@ def test_zero_weights_stay_zero() -> None:
 
 def test_factors_are_the_root_of_the_sizes_around_one() -> None:
     size = torch.tensor([0.25, 1.0, 4.0])
-    factors = channel_factors(size)
+    factors = channel_factors(size, 0.5)
     assert float(factors.log().sum()) == pytest.approx(0, abs=1e-5)
     assert float(factors[2] / factors[0]) == pytest.approx(4.0, rel=0.05)
-    torch.testing.assert_close(channel_factors(size * 100), factors)
-    assert bool((channel_factors(torch.tensor([0.0, 1.0])) > 0).all())
+    torch.testing.assert_close(channel_factors(size * 100, 0.5), factors)
+    assert bool((channel_factors(torch.tensor([0.0, 1.0]), 0.5) > 0).all())
+
+
+def weighted_error(weight: torch.Tensor, factors: torch.Tensor, square: torch.Tensor, scheme: Scheme) -> float:
+    """Of rounding between the extremes."""
+    step, zeros = affine.minmax_params(weight * factors, scheme)
+    codes = affine.quantize(weight * factors, step, zeros, scheme)
+    back = affine.dequantize(codes, step, zeros, scheme) / factors
+    return float(((back - weight).square() * square).sum())
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 16, symmetric=False), Scheme(8, None)], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_factors_that_are_chosen_are_never_worse_than_none(scheme: Scheme, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    size = torch.randn(64, generator=g).exp()
+    weight = torch.randn(24, 64, generator=g) * torch.randn(64, generator=g).exp()
+    consumer = Consumer(weight, torch.diag(size.square()), torch.arange(64), scheme)
+    factors = search_channel_factors([consumer], 64)
+    plain, chosen = (weighted_error(weight, s, size.square(), scheme) for s in (torch.ones(64), factors))
+    assert chosen <= plain
+    usual = weighted_error(weight, channel_factors(size, 0.5), size.square(), scheme)
+    assert chosen <= usual
+
+
+def test_factors_that_would_widen_whole_rows_are_left_out() -> None:
+    size = torch.ones(32)
+    size[0] = 4.0  # read more, and the largest weight as well: scaled up it sets the range of all others
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    weight[:, 0] = 100.0
+    consumer = Consumer(weight, torch.diag(size.square()), torch.arange(32), Scheme(8, None))
+    assert torch.equal(search_channel_factors([consumer], 32), torch.ones(32))
+
+
+def test_inputs_that_are_not_finite_are_refused() -> None:
+    consumer = Consumer(torch.ones(2, 8), torch.full((8, 8), torch.inf), torch.arange(8), Scheme(8, None))
+    with pytest.raises(NumericsError, match="not finite"):
+        search_channel_factors([consumer], 8)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
