@@ -3,7 +3,7 @@
 python eval/quality_plot.py            write eval/results/quality.svg
 python eval/quality_plot.py --png OUT  a PNG instead, to look at
 
-Needs matplotlib (``pip install quantkit[report]``). Shown are rows with a 16-bit cache, the protocol of the tables (24 windows of 1024) and less than 5.5 bits; of
+Needs matplotlib (``pip install quantkit[report]``). Shown are rows with a 16-bit cache, the text and protocol of the tables (24 windows of 1024) and less than 5.5 bits; of
 several rows of one line with the same bits (more calibration text, another seed) the one with the least KL.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "eval" / "results" / "quality.svg"
-PROTOCOL = {"seq_len": 1024, "tokens": 24576, "kv_bits": 16, "protocol": "gptq"}
+PROTOCOL = {"data": "wikipedia-sample", "seq_len": 1024, "tokens": 24576, "kv_bits": 16, "protocol": "gptq"}
 COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -55,7 +55,7 @@ def points(folder: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
 
 
 def name(result: Mapping[str, Any]) -> str:
-    """Whose line a result is on: ``quantkit gptq``, ``llm-compressor awq``."""
+    """Whose line a result is on: ``quantkit gptq``, ``quantkit best (tune)``, ``llm-compressor awq``."""
     made = result["quantization"]
     method = str(made.get("method") or "")
     if method.startswith("bitsandbytes"):  # its script names library, version and kind in one
@@ -63,6 +63,8 @@ def name(result: Mapping[str, Any]) -> str:
     peer = made.get("peer") or "quantkit"
     if peer == "quantkit" and (made.get("scheme") or "").startswith("W8A8"):
         method = f"{method} W8A8"
+    if made.get("preset"):
+        method = f"{made['preset']} ({method})"
     return f"{peer} {method}".strip() if method != peer else peer
 
 

@@ -28,6 +28,8 @@ def test_rows_of_one_method_are_one_line_and_foreign_protocols_are_left_out(tmp_
         result("b", 4.5, 0.6, {"peer": "hqq", "method": "hqq"}),
         result("a", 4.3, 0.1, gptq, tokens=4096),
         result("a", 4.3, 0.1, gptq, kv_bits=8),
+        result("a", 4.3, 0.1, gptq, data="news-sample"),
+        result("a", 4.3, 0.15, {**gptq, "preset": "balanced"}),
         result("a", 8.0, 0.1, gptq),
         result("a", None, 0.0, gptq),
     ]
@@ -35,7 +37,11 @@ def test_rows_of_one_method_are_one_line_and_foreign_protocols_are_left_out(tmp_
         (tmp_path / f"{index}.json").write_text(json.dumps(row))
     (tmp_path / "table.json").write_text("[1, 2]")
     assert plot.points(tmp_path) == {
-        "a": {"llm-compressor gptq": [(4.5, 0.4)], "quantkit gptq": [(3.3, 0.9), (4.3, 0.2)]},
+        "a": {
+            "llm-compressor gptq": [(4.5, 0.4)],
+            "quantkit balanced (gptq)": [(4.3, 0.15)],
+            "quantkit gptq": [(3.3, 0.9), (4.3, 0.2)],
+        },
         "b": {"bitsandbytes nf4": [(4.5, 0.5)], "hqq": [(4.5, 0.6)]},
     }
 
