@@ -203,18 +203,25 @@ def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
     """Mean squared error of the consumers' outputs, summed over outputs; inf if a scale cannot be stored."""
     total = 0.0
     for c in consumers:
-        s = factors[c.channels]
-        scaled, h = c.weight * s, c.hessian.float()
-        try:
-            if clip:
-                step, zeros = affine.searched_params(scaled, c.scheme, h.diagonal() / s**2, steps=12)
-            else:
-                step, zeros = affine.minmax_params(scaled, c.scheme)
-        except NumericsError:
+        delta = rounding_error(c, factors, clip)
+        if delta is None:
             return float("inf")
-        delta = affine.dequantize(affine.quantize(scaled, step, zeros, c.scheme), step, zeros, c.scheme) / s - c.weight
-        total += c.share * float(((delta @ h) * delta).sum())
+        total += c.share * float(((delta @ c.hessian.float()) * delta).sum())
     return total
+
+
+def rounding_error(c: Consumer, factors: Tensor, clip: bool = False) -> Tensor | None:
+    """``Q(W s) / s - W``, float32 [out, in]: rounded between the extremes, or in a searched range. None if a scale cannot be stored."""
+    s = factors[c.channels]
+    scaled = c.weight * s
+    try:
+        if clip:
+            step, zeros = affine.searched_params(scaled, c.scheme, c.hessian.float().diagonal() / s**2, steps=12)
+        else:
+            step, zeros = affine.minmax_params(scaled, c.scheme)
+    except NumericsError:
+        return None
+    return affine.dequantize(affine.quantize(scaled, step, zeros, c.scheme), step, zeros, c.scheme) / s - c.weight
 
 
 def _statistics(consumers: Sequence[Consumer], channels: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import LARGEST_FACTOR, Scales, Solution
-from quantkit.algorithms.awq import Consumer, Realise, input_size
+from quantkit.algorithms.awq import Consumer, Realise, input_size, rounding_error
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
@@ -58,13 +58,9 @@ def _weighted_loss(consumers: Sequence[Consumer], factors: Tensor) -> float:
     """``sum_j r_j**2 e_j**2`` of rounding between the extremes; inf if a scale cannot be stored."""
     total = 0.0
     for c in consumers:
-        s = factors[c.channels]
-        scaled = c.weight * s
-        try:
-            step, zeros = affine.minmax_params(scaled, c.scheme)
-        except NumericsError:
+        error = rounding_error(c, factors)
+        if error is None:
             return math.inf
-        error = affine.dequantize(affine.quantize(scaled, step, zeros, c.scheme), step, zeros, c.scheme) / s - c.weight
         total += c.share * float((error.square() * c.hessian.diagonal().float()).sum())
     return total if math.isfinite(total) else math.inf
 
