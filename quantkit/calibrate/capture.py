@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibrate.products import model_runs
 from quantkit.calibrate.stats import Hessian
 from quantkit.calibrate.transfer import Shuttle
 from quantkit.errors import UnsupportedModel
@@ -74,16 +75,17 @@ def observe(
     usual = call if cache is None else with_cache(block, call, cache)
     originals = Shuttle(exact, device)
     ahead = originals.arriving()
-    for index, hidden in enumerate(Shuttle(states, device).arriving()):
-        seen.clear()
-        if cache is not None:
-            cache.called = False
-        if exact:
-            with _tapped(paired, lambda i, x: beside.update({i: x.clone()})):
-                originals.leave(index, run_block(block, next(ahead), call))
-        if groups or cache is not None:
-            with _tapped(dict(enumerate(firsts)), see), contextlib.suppress(_Done):
-                run_block(block, hidden, usual)
+    with model_runs(device):
+        for index, hidden in enumerate(Shuttle(states, device).arriving()):
+            seen.clear()
+            if cache is not None:
+                cache.called = False
+            if exact:
+                with _tapped(paired, lambda i, x: beside.update({i: x.clone()})):
+                    originals.leave(index, run_block(block, next(ahead), call))
+            if groups or cache is not None:
+                with _tapped(dict(enumerate(firsts)), see), contextlib.suppress(_Done):
+                    run_block(block, hidden, usual)
     originals.finish()
     if cache is not None and not cache.called:
         raise UnsupportedModel(f"{type(block).__name__}: never hands its keys and values to the cache.")
@@ -119,9 +121,11 @@ def with_cache(block: nn.Module, call: Call, cache: Any) -> Call:
 @torch.no_grad()
 def advance(block: nn.Module, states: list[Tensor], call: Call) -> None:
     """Replace each state by the block's output, in place (a few batches are on the block's device at a time)."""
-    shuttle = Shuttle(states, device_of(block))
-    for index, hidden in enumerate(shuttle.arriving()):
-        shuttle.leave(index, run_block(block, hidden, call))
+    device = device_of(block)
+    shuttle = Shuttle(states, device)
+    with model_runs(device):
+        for index, hidden in enumerate(shuttle.arriving()):
+            shuttle.leave(index, run_block(block, hidden, call))
     shuttle.finish()
 
 

@@ -1,4 +1,4 @@
-"""float32 products out of bf16 ones: a GPU multiplies bf16 some 13 times faster than float32, and six products are as exact.
+"""float32 products out of bf16 ones: where there are matrix units (GPUs, AMX) bf16 is multiplied 4 to 13 times faster than float32, and six products are as exact.
 
 A float32 number is the sum of three bf16 numbers, ``x = a + b + c``: ``a = bf16(x)``, ``b = bf16(x - a)``, ``c = bf16(x - a - b)``, but for 2^-26 |x|.
 Products of bf16 numbers are exact in float32, where they are summed, the small ones first: all are one matrix product over a
@@ -6,11 +6,15 @@ longer inner width (Henry, Tang, Heinecke, 1904.06376).
 
     bf16x6    c a' + b b' + a c' + b a' + a b' + a a'    error 3 * 2^-26 |x y|, less than that of float32 sums
     bf16x3    b a' + a b' + a a'                         error 3 * 2^-18 |x y|, usually some 3e-6
+    bf16      a a'                                       error 2^-8 |x y|: what every 16-bit engine computes with
+
+These are the products of running the model over a text and of its statistics; rounding itself is float32 and float64 in every mode. ``bf16`` on a CPU is
+oneDNN's own, which rounds both factors on the way into the units, and holds for attention and for gradients too (``model_runs``).
 
 Codes are not those of float32 where a model is converted block after block: a code that falls otherwise changes what the next block sees. TF32, which keeps 10 bits of every factor, would be 100 times further off than bf16x3.
 
-On a device without bf16 matrix units the same products are computed in float32: the same numbers but for the order of
-sums, for tests; slower than the plain product.
+On a device without bf16 matrix units bf16x6 and bf16x3 are computed in float32: the same numbers but for the order of
+sums, for tests; slower than the plain product. ``bf16`` on a CPU without them may be float32 and gains nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +27,41 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-MODES = ("float32", "bf16x6", "bf16x3")
+from quantkit.core.precision import cpu_has_amx
+
+MODES = ("float32", "bf16x6", "bf16x3", "bf16")
 FEW = 64  # rows: below, splitting the other factor costs more than is won
 _active = ["float32"]
 
 
 def choose_products(mode: str, device: torch.device) -> str:
-    """``auto``: bf16x6 on a GPU with bf16 matrix units (sm_80 and later), float32 elsewhere. Other modes as they are."""
+    """``auto``: bf16x6 on a GPU with bf16 matrix units (sm_80 and later), bf16 on a CPU with AMX, float32 elsewhere. Other modes as they are."""
     if mode != "auto":
         return mode
+    if device.type == "cpu":
+        return "bf16" if cpu_has_amx() else "float32"
     fast = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
     return "bf16x6" if fast else "float32"
 
 
+@contextlib.contextmanager
+def model_runs(device: torch.device) -> Iterator[None]:
+    """Around a model that runs, with or without gradients: in the mode ``bf16``, on a CPU, float32 matrices are multiplied as bf16 with float32 sums."""
+    if _active[-1] != "bf16" or device.type != "cpu":
+        yield
+        return
+    mkldnn: Any = torch.backends.mkldnn
+    matmul = mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 def split_product(left: Tensor, right: Tensor, mode: str) -> Tensor:
-    """float32 ``left [m, k] @ right [k, n]`` by ``bf16x6`` or ``bf16x3``. A factor that is not finite gives NaN."""
+    """float32 ``left [m, k] @ right [k, n]`` by one of the bf16 modes. A factor that is not finite gives NaN."""
     lefts = torch.cat(_lefts(left, mode), dim=1)
     if right.stride(0) == 1:  # a weight's transpose: joined as it lies, or joining would turn it round in memory
         return multiply(lefts, torch.cat(_rights(right.t(), mode), dim=1).t())
@@ -50,7 +74,7 @@ def gram_factors(rows: Tensor, others: Tensor | None = None) -> tuple[Tensor, Te
     others: float32 ``[n, m]``; ``rows`` if None.
     """
     mode, others = _active[-1], rows if others is None else others
-    if mode == "float32":
+    if mode == "float32" or (mode == "bf16" and not rows.is_cuda):
         return rows, others
     return torch.cat(_lefts(rows, mode)), torch.cat(_rights(others, mode))
 
@@ -65,21 +89,33 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _lefts(x: Tensor, mode: str) -> list[Tensor]:
-    a, b, c = _parts(x, mode)
-    return [b, a, a] if c is None else [c, b, a, b, a, a]
+    match _parts(x, mode):
+        case [a, b, c]:
+            return [c, b, a, b, a, a]
+        case [a, b]:
+            return [b, a, a]
+        case parts:
+            return parts
 
 
 def _rights(x: Tensor, mode: str) -> list[Tensor]:
-    a, b, c = _parts(x, mode)
-    return [a, b, a] if c is None else [a, b, c, a, b, a]
+    match _parts(x, mode):
+        case [a, b, c]:
+            return [a, b, c, a, b, a]
+        case [a, b]:
+            return [a, b, a]
+        case parts:
+            return parts
 
 
-def _parts(x: Tensor, mode: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The largest, the middle and, in bf16x6, the smallest part."""
-    first = x.to(torch.bfloat16)
-    rest = x - first.float()
-    second = rest.to(torch.bfloat16)
-    return first, second, (rest - second.float()).to(torch.bfloat16) if mode == "bf16x6" else None
+def _parts(x: Tensor, mode: str) -> list[Tensor]:
+    """From the largest to the smallest: three in bf16x6, two in bf16x3, one in bf16."""
+    found = [x.to(torch.bfloat16)]
+    rest = x
+    for _ in range({"bf16x6": 2, "bf16x3": 1, "bf16": 0}[mode]):
+        rest = rest - found[-1].float()
+        found.append(rest.to(torch.bfloat16))
+    return found
 
 
 class _Linears(TorchFunctionMode):
@@ -99,7 +135,9 @@ class _Linears(TorchFunctionMode):
 
 
 def _linear(mode: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """None where the plain product should run: other dtypes, few rows, gradients (rounding to parts has none)."""
+    """None where the plain product should run: other dtypes, few rows, gradients (rounding to parts has none), what ``model_runs`` sees to."""
+    if mode == "bf16" and not input.is_cuda:
+        return None
     if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
         return None
     rows = input.numel() // max(input.shape[-1], 1)

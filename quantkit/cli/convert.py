@@ -181,7 +181,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     default="auto",
     show_default=True,
     metavar="HOW",
-    help="Calibration's matrix products: float32, bf16x6 (six bf16 products, as exact), bf16x3 (less so), auto: bf16x6 on a GPU.",
+    help="Calibration's matrix products: float32, bf16x6 (six bf16 products, as exact), bf16x3 (less so), bf16 (one), auto: bf16x6 on a GPU, bf16 on a CPU with AMX.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")

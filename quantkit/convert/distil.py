@@ -18,6 +18,7 @@ from quantkit.algorithms import distil as algorithm
 from quantkit.algorithms.distil import DistilOptions, LearnedNorm, LearnedScales, divergence, rate_at
 from quantkit.calibrate.capture import advance
 from quantkit.calibrate.data import Windows
+from quantkit.calibrate.products import model_runs
 from quantkit.checkpoint.writer import CheckpointWriter, tensor_sha256
 from quantkit.convert.block import BlockResult
 from quantkit.convert.embed import embed
@@ -46,7 +47,7 @@ def distil(plan: Plan, work: Work, windows: Windows, listen: Listener) -> BlockR
     Everything else of the model must have been written. If the windows kept back are not foretold better than before, nothing changes, and the
     result says so. The same if a divergence is not finite.
     """
-    with torch.enable_grad():
+    with torch.enable_grad(), model_runs(plan.device):
         return _Pass(plan, work, windows, listen).run()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms.tune import Tuned, TuneOptions, tune
+from quantkit.calibrate.products import model_runs
 from quantkit.convert.options import ConvertOptions
 from quantkit.core.qtensor import QuantTensor
 from quantkit.model.stepper import Call, forward_block, given, gradients_in_order
@@ -37,7 +38,8 @@ def tune_block(options: ConvertOptions, block: nn.Module, start: Mapping[str, Qu
 
     weights = {name: block.get_parameter(f"{name}.weight") for name in start}
     windows = max(1, SIGN_STEP_TOKENS // lesson.inputs[0].shape[1])
-    with gradients_in_order(next(iter(weights.values())).device):
+    device = next(iter(weights.values())).device
+    with model_runs(device), gradients_in_order(device):
         return tune(
             forward,
             weights,

@@ -1,4 +1,4 @@
-"""float32 products that are float32, whatever the program around has allowed."""
+"""What this processor multiplies fast, and float32 products that are float32 whatever the program around has allowed."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ def exact_products() -> Iterator[None]:
         for backend, before in zip(backends, each, strict=True):
             if backend.fp32_precision != before:
                 backend.fp32_precision = before
+
+
+def cpu_has_bfloat16() -> bool:
+    """True if this processor multiplies bf16 in hardware; elsewhere torch emulates it, slower than float32."""
+    return _cpu_has("_is_avx512_bf16_supported") or cpu_has_amx()
+
+
+def cpu_has_amx() -> bool:
+    """True if this processor has matrix units for bf16."""
+    return _cpu_has("_is_amx_tile_supported")
+
+
+def _cpu_has(check: str) -> bool:
+    return bool(getattr(torch.cpu, check, lambda: False)())

@@ -13,6 +13,7 @@ from quantkit.checkpoint.source import Source, TensorInfo, open_source, read_jso
 from quantkit.core.activations import round_input
 from quantkit.core.host import release_free_memory
 from quantkit.core.kvscheme import Scales
+from quantkit.core.precision import cpu_has_bfloat16
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError, SourceError
@@ -148,12 +149,6 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
             "dtype=float16 on a CPU: large activations overflow and nothing gets faster. Use float32 or bfloat16."
         )
     return found
-
-
-def cpu_has_bfloat16() -> bool:
-    """True if this processor multiplies bf16 in hardware; elsewhere torch emulates it, slower than float32."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
 
 
 def fill(
