@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from quantkit.calibrate.products import choose_products
 from quantkit.convert.engines import verdict_lines
 from quantkit.convert.lint import lint_plan
 from quantkit.convert.options import method_words
 from quantkit.convert.plan import Plan
 from quantkit.core.host import size_text
+
+PRODUCTS = {
+    "float32": "float32",
+    "bf16x6": "float32 by six bf16 products (--products float32 is the plain way)",
+    "bf16x3": "nearly float32 by three bf16 products",
+    "bf16": "bf16 products with float32 sums (--products float32 gives the codes of other processors)",
+}
 
 
 def describe(plan: Plan) -> str:
@@ -28,7 +36,9 @@ def describe(plan: Plan) -> str:
     ]
     if plan.windows is not None:
         w = plan.windows
+        mode = choose_products(o.products, plan.device)
         lines.append(f"  text      {w.name}: {w.words()}, seed {w.seed}, {'with' if w.bos else 'no'} BOS")
+        lines.append(f"  runs on   {plan.device}: the model in {PRODUCTS[mode]}, rounding in float32")
     if plan.allocation is not None:
         lines += plan.allocation.describe()
     if plan.distilled_on is not None:

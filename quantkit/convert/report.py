@@ -77,6 +77,7 @@ class ConvertReport:
     distilled: dict[str, Any] | None = None  # see BlockResult
     drawn: bool = False  # random tokens stood in for a calibration text
     rotated: float | None = None  # what model.rotate.prove found, if the weights were rotated
+    products: str | None = None  # in which the model ran, see calibrate.products; None if it did not
     cache: dict[str, Any] | None = None  # of a quantized KV cache, see convert.cache.summary
 
     @property
@@ -144,6 +145,7 @@ class ConvertReport:
             "allocation": self.allocation,
             "distilled": self.distilled,
             "rotated": self.rotated,
+            "products": self.products,
             "seconds": round(self.seconds, 1),
             "peak_host_bytes": self.peak_host_bytes,
             "predicted_host_bytes": self.predicted_host_bytes,

@@ -162,6 +162,7 @@ class _Conversion:
             o.method_options,
             warnings=plan.warnings,
             drawn=o.draws,
+            products=None if plan.windows is None else choose_products(o.products, plan.device),
         )
         self.report.engines = lint_plan(plan)
         self.report.allocation = plan.allocated

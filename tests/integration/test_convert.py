@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import quantkit
+from quantkit.calibrate import capture
 from quantkit.checkpoint.source import open_source
+from quantkit.convert import block
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
 from quantkit.core.qtensor import QuantTensor
@@ -264,3 +266,25 @@ def test_fewer_tokens_than_inputs_are_said(tiny_original: Path, calibration_text
 
     assert "64 calibration tokens are fewer than the 96 inputs" in notes(2)
     assert "fewer than" not in notes(3)
+
+
+@pytest.mark.parametrize("mode", ["float32", "bf16"])
+def test_the_model_runs_in_the_products_asked_for_and_codes_are_chosen_in_float32(
+    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkldnn: Any = torch.backends.mkldnn
+    seen: dict[str, set[str]] = {"rounding": set(), "model": set()}
+
+    def watched(kind: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[kind].add(mkldnn.matmul.fp32_precision)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(block, "gptq", watched("rounding", block.gptq))
+    monkeypatch.setattr(capture, "run_block", watched("model", capture.run_block))
+    report = convert(tiny_original, tmp_path / "out", calibration_text, method="gptq", products=mode)
+    assert seen == {"rounding": {"ieee"}, "model": {"bf16" if mode == "bf16" else "ieee"}}
+    manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
+    assert manifest["products"] == report.to_json()["products"] == mode

@@ -1,14 +1,18 @@
-"""Six bf16 products are a float32 product, three one to a few 1e-6, where and only where they are asked for."""
+"""Six bf16 products are a float32 product, three one to a few 1e-6, one to a few 1e-3, where and only where they are asked for."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from quantkit.calibrate.products import FEW, choose_products, products, split_product
+from quantkit.calibrate.products import FEW, choose_products, model_runs, products, split_product
 from quantkit.calibrate.stats import Hessian
+from quantkit.core.precision import cpu_has_amx, exact_products
 
 CPU = torch.device("cpu")
+MKLDNN: Any = torch.backends.mkldnn  # torch's types do not know its parts
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -78,8 +82,49 @@ def test_other_dtypes_are_left_alone() -> None:
         assert torch.equal(torch.nn.functional.linear(x, weight), plain)
 
 
-@pytest.mark.parametrize(
-    ("mode", "chosen"), [("auto", "float32"), ("float32", "float32"), ("bf16x3", "bf16x3"), ("bf16x6", "bf16x6")]
-)
-def test_a_cpu_multiplies_in_float32_unless_told_otherwise(mode: str, chosen: str) -> None:
-    assert choose_products(mode, CPU) == chosen
+def test_one_product_is_what_sixteen_bits_give() -> None:
+    left, right = noise(96, 700), noise(700, 80, seed=1)
+    expected = left.bfloat16().float() @ right.bfloat16().float()
+    torch.testing.assert_close(split_product(left, right, "bf16"), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["float32", "bf16x6", "bf16x3", "bf16"])
+def test_only_the_mode_bf16_touches_a_model_that_runs_and_only_there(mode: str) -> None:
+    """What a product outside sees, rounding's among them, is float32, after an error too."""
+    with exact_products(), products(mode):
+        assert MKLDNN.matmul.fp32_precision == "ieee"
+        with model_runs(CPU):
+            assert MKLDNN.matmul.fp32_precision == ("bf16" if mode == "bf16" else "ieee")
+        with pytest.raises(ZeroDivisionError), model_runs(CPU):
+            raise ZeroDivisionError
+        assert MKLDNN.matmul.fp32_precision == "ieee"
+        with model_runs(torch.device("cuda")):
+            assert MKLDNN.matmul.fp32_precision == "ieee"
+
+
+def test_bf16_reaches_linears_gradients_and_hessians_inside_a_model_that_runs() -> None:
+    x, weight = noise(4 * FEW, 600), noise(512, 600, seed=1).requires_grad_()
+    y = torch.nn.functional.linear(x, weight)
+    (exact,) = torch.autograd.grad(y.square().sum(), weight)
+    with products("bf16"):
+        assert torch.equal(torch.nn.functional.linear(x, weight), y)
+        with model_runs(CPU):
+            rounded = torch.nn.functional.linear(x, weight)
+            (gradient,) = torch.autograd.grad(rounded.square().sum(), weight)
+            hessian = Hessian(600)
+            hessian.add(x)
+    gram = x.double().t() @ x.double() / len(x)
+    for found, true in ((rounded, y), (gradient, exact), (hessian.result(), gram)):
+        lost = error(found.detach(), true.detach().double())
+        assert lost < 1e-2
+        assert lost > 1e-4 or not cpu_has_amx()  # without the units oneDNN may well stay with float32
+
+
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("mode", ["auto", "float32", "bf16x3", "bf16x6", "bf16"])
+def test_a_cpu_multiplies_in_bf16_where_it_has_units_for_it_unless_told_otherwise(
+    mode: str, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.calibrate.products.cpu_has_amx", lambda: amx)
+    automatic = "bf16" if amx else "float32"
+    assert choose_products(mode, CPU) == (automatic if mode == "auto" else mode)
