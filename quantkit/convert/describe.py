@@ -13,9 +13,9 @@ from quantkit.core.host import size_text
 
 PRODUCTS = {
     "float32": "float32",
-    "bf16x6": "float32 by six bf16 products (--products float32 is the plain way)",
-    "bf16x3": "nearly float32 by three bf16 products",
-    "bf16": "bf16 products with float32 sums (--products float32 gives the codes of other processors)",
+    "bf16x6": "float32 (by six bf16 products)",
+    "bf16x3": "nearly float32 (by three bf16 products)",
+    "bf16": "bf16 with float32 sums (--products float32: as where there are no matrix units)",
 }
 
 
@@ -38,7 +38,7 @@ def describe(plan: Plan) -> str:
         w = plan.windows
         mode = choose_products(o.products, plan.device)
         lines.append(f"  text      {w.name}: {w.words()}, seed {w.seed}, {'with' if w.bos else 'no'} BOS")
-        lines.append(f"  runs on   {plan.device}: the model in {PRODUCTS[mode]}, rounding in float32")
+        lines.append(f"  runs in   {PRODUCTS[mode]} on {plan.device}; rounds in float32")
     if plan.allocation is not None:
         lines += plan.allocation.describe()
     if plan.distilled_on is not None:

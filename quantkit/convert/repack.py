@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -24,18 +23,17 @@ from quantkit.checkpoint.writer import CheckpointWriter, check_output
 from quantkit.convert.cache import engine_scales, label_words, summary
 from quantkit.convert.folder import write_beside
 from quantkit.convert.lint import lint_folder
-from quantkit.convert.memory import GENERATE_BYTES, kernel_bytes
 from quantkit.convert.plan import cache_elsewhere, refuse_same_place
 from quantkit.convert.repack_cache import OPTIONS, CachePlan, calibrate_cache, plan_cache
+from quantkit.convert.repack_memory import PART_BYTES, packed_bytes, predict_repack
 from quantkit.convert.repack_request import refuse_contradictions
 from quantkit.convert.report import ConvertReport, LayerReport
 from quantkit.convert.run import Listener, Progress
 from quantkit.convert.sample import TOO_LARGE, fallback, run_sample
-from quantkit.convert.sizes import packed_model
 from quantkit.convert.structure import Structure, structure_of
 from quantkit.convert.targets import collapse
 from quantkit.convert.verify import decision_sha256, verify_folder, verify_kv
-from quantkit.core.host import current_rss, map_large_blocks, peak_rss, release_free_memory, size_text
+from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, size_text
 from quantkit.core.kvscheme import KVPlan
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
@@ -44,8 +42,6 @@ from quantkit.formats import Format, Layout, writer_format
 from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
 
-PART_BYTES = 1 << 26  # tensors are written in parts of about this size: what a repack holds in memory
-LIBRARIES = 200 << 20  # transformers, which knows the structure that the engines' rules ask for
 POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 ORIGINAL = "Repacking changes no code; quantize the 16-bit original for this format instead."
 
@@ -151,22 +147,13 @@ def plan_repack(ref: str | Path, out: Path, requested: Mapping[str, Any]) -> Rep
     fp8 = (kv_bits if cache is None else cache.options.kv_bits) == "fp8"
     layout = Layout(dict(sorted(schemes.items())), _dense(reader, structure), outside, fp8 and form.holds_cache_scales)
     plain = sum(source.info(name).nbytes for name in kept)
-    output = plain + sum(_packed_bytes(scheme, shapes[name]) for name, scheme in schemes.items())
+    output = plain + sum(packed_bytes(scheme, shapes[name]) for name, scheme in schemes.items())
     plan = RepackPlan(source, reader, out, form, overwrite, layout, shapes, kept, kv_bits, kv, output, 0, cache=cache)
     plan.problems += [*problems, *odd, *_problems(plan, found)]
     plan.warnings += [*notes, *_cache_scales_left(plan), *([] if cache is None else cache.warnings)]
     plan.warnings += cache_elsewhere("fp8" if fp8 else 16, form) if kv or cache else []
-    largest = max((source.info(name).nbytes for name in kept), default=0)
-    widest = max((rows * columns for rows, columns in shapes.values()), default=0)
-    # codes as bytes, twice, and the widened integers that packing and unpacking work on; or a plain tensor three times
-    libraries = 0 if "transformers" in sys.modules else LIBRARIES
-    working = 2 * PART_BYTES + max(3 * largest, 14 * widest)
-    packed = sum(_packed_bytes(scheme, shapes[name]) for name, scheme in schemes.items())
-    whole = packed_model([source.info(name) for name in kept], packed, [n * k for n, k in shapes.values()])
-    whole += kernel_bytes()
-    plan.generates = whole <= max(GENERATE_BYTES, working)
-    calibrating = 0 if cache is None else cache.host
-    plan.host = max(peak_rss(), current_rss() + libraries + max(working, whole if plan.generates else 0, calibrating))
+    need = predict_repack([source.info(name) for name in kept], schemes, shapes, 0 if cache is None else cache.host)
+    plan.host, plan.generates = need.host, need.generates
     free = shutil.disk_usage(out.parent).free
     if 2 * output > free:
         plan.problems.append(
@@ -371,12 +358,6 @@ def _dense(reader: QuantizedReader, structure: Structure | str) -> list[str]:
             found.append(module)
     heads = [name for name in (*found, *reader.modules) if outside_kind(name) == "head"]
     return sorted(found if heads else [*found, "lm_head"])
-
-
-def _packed_bytes(scheme: Scheme, shape: tuple[int, int]) -> int:
-    groups = shape[0] * scheme.groups(shape[1])
-    zero_bits = 0 if scheme.symmetric else scheme.bits
-    return (shape[0] * shape[1] * scheme.bits + groups * (16 + zero_bits)) // 8
 
 
 def read_manifest(source: Source) -> dict[str, Any]:

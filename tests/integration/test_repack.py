@@ -253,7 +253,7 @@ def test_a_repacked_model_writes_a_few_words_unless_it_is_too_large(
     model = qk.load(tmp_path / "out", device="cpu")
     ids = torch.tensor([model.encode(report.sample["prompt"])])
     assert report.sample["text"].startswith(model.tokenizer.decode(int(model(ids)[0, -1].argmax())))
-    monkeypatch.setattr("quantkit.convert.repack.packed_model", lambda *a: 10**15)
+    monkeypatch.setattr("quantkit.convert.repack_memory.packed_model", lambda *a: 10**15)
     report = qk.convert(awq_folder, tmp_path / "large", format="gptq")
     assert report.sample is None
     assert any("no sample was generated" in note for note in report.notes)
