@@ -19,7 +19,8 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 
-CHUNK_ELEMENTS = 1 << 24  # logits at a time, of each model
+CHUNK_ELEMENTS = 1 << 24  # logits at a time, of each model,
+CHUNK_TOKENS = 128  # but those of so many tokens at least: a large head is read anew each time
 ADAM_STEP_TOKENS = 2048  # of one step of the whole model: of fewer, the gradient is too noisy for what is nearly right
 HELD = 16  # of so many steps' windows one is kept back: what the result is judged by
 RESIDENT = 0.25  # of the free memory: codes that take less are held through the pass
@@ -121,21 +122,28 @@ Head = Callable[[Tensor], Tensor]  # final hidden states [tokens, hidden] -> log
 def divergence(student: Tensor, teacher: Tensor, head: Head, original: Head, vocab: int) -> tuple[float, Tensor]:
     """Mean of ``KL(original || quantized)`` over tokens, in nats, and its gradient for ``student``.
 
-    student, teacher: float32 ``[tokens, hidden]``, what both heads get. A few tokens' logits are held at a time (two times ``CHUNK_ELEMENTS``
-    and their temporaries). What learns inside ``head`` gets its gradient too. With gradients off, the gradient returned is zero.
+    student, teacher: float32 ``[tokens, hidden]``, what both heads get. Logits of ``chunk_tokens`` are held at a time, four times over. The gradient
+    for logits is the difference of the two distributions. What learns inside ``head`` gets its gradient too. With gradients off, the gradient returned is zero.
     """
     count, total = len(student), 0.0
     grad = torch.zeros_like(student)
-    for part in torch.arange(count).split(max(1, CHUNK_ELEMENTS // vocab)):
+    for part in torch.arange(count).split(chunk_tokens(vocab)):
         rows = slice(int(part[0]), int(part[-1]) + 1)
+        leaf = student[rows].detach().requires_grad_(torch.is_grad_enabled())
+        logits = head(leaf).float()
         with torch.no_grad():
             target = original(teacher[rows]).float().log_softmax(-1)
-        leaf = student[rows].detach().requires_grad_(torch.is_grad_enabled())
-        found = head(leaf).float().log_softmax(-1)
-        loss = (target.exp() * (target - found)).sum() / count
-        total += float(loss.detach())
+            found, p = logits.log_softmax(-1), target.exp()
+            total += float(target.sub_(found).mul_(p).sum()) / count
+            slope = found.exp_().sub_(p).div_(count)
         if leaf.requires_grad:
-            loss.backward()
+            del target, p
+            logits.backward(slope)
             assert leaf.grad is not None
             grad[rows] = leaf.grad
     return total, grad
+
+
+def chunk_tokens(vocab: int) -> int:
+    """Tokens whose logits are held at a time."""
+    return max(CHUNK_TOKENS, CHUNK_ELEMENTS // vocab)

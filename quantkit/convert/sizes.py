@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from quantkit.algorithms.awq import SEARCH_ROWS
-from quantkit.algorithms.distil import CHUNK_ELEMENTS, RESIDENT, window_batch
+from quantkit.algorithms.distil import RESIDENT, chunk_tokens, window_batch
 from quantkit.algorithms.kv import SAMPLE_TOKENS
 from quantkit.calibrate.data import Windows
 from quantkit.checkpoint.source import TensorInfo
@@ -113,7 +113,7 @@ def _distil_bytes(
     inner = max(sum(m.in_features + m.out_features for m in block_linears(one).values()) for one in blocks.modules)
     held = codes if codes < RESIDENT * available_bytes() else 0
     one_step = 4 * step * ((len(blocks) + 2) * config.hidden_size + 3 * inner) + 4 * 4 * block
-    logits = 6 * 4 * min(CHUNK_ELEMENTS, step * config.vocab_size)
+    logits = 5 * 4 * min(chunk_tokens(config.vocab_size), step) * config.vocab_size
     return {
         "distil_states": 2 * 4 * options.distil * options.seq_len * config.hidden_size,
         # the original's head and embeddings, and beside them those of the quantized model, dequantized

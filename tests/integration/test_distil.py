@@ -246,7 +246,8 @@ def test_gradients_gathered_block_by_block_are_those_of_the_whole_model(
     from transformers import AutoTokenizer
 
     monkeypatch.setattr(algorithm, "ADAM_STEP_TOKENS", 64)
-    monkeypatch.setattr(algorithm, "CHUNK_ELEMENTS", 24 * 384)  # tokens of 64
+    monkeypatch.setattr(algorithm, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(algorithm, "CHUNK_TOKENS", 24)  # of 64
     gathered: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def first_step(self: Any, number: int) -> None:
@@ -265,7 +266,14 @@ def test_gradients_gathered_block_by_block_are_those_of_the_whole_model(
     tokenizer = AutoTokenizer.from_pretrained(tiny_original)
     tiny_architecture(name, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
-    asked = {**OPTIONS, "seq_len": 32, "distil": 16, "rules": rules, "calibration": str(calibration_text)}
+    asked = {
+        **OPTIONS,
+        "seq_len": 32,
+        "distil": 16,
+        "rules": rules,
+        "calibration": str(calibration_text),
+        "products": "float32",
+    }
     with pytest.raises(Seen):
         quantkit.convert(tiny_original if name == "llama" else tmp_path / "source", tmp_path / "out", **asked)
     reached = {name for name, (_, wanted) in gathered.items() if bool(wanted.any())}

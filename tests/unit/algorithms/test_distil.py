@@ -70,6 +70,7 @@ def test_divergence_in_parts_is_that_of_whole_logits_and_so_is_its_gradient(monk
         (leaf @ head.t()).log_softmax(-1), target, log_target=True, reduction="batchmean"
     )
     whole.backward()
+    monkeypatch.setattr("quantkit.algorithms.distil.CHUNK_TOKENS", 1)
     monkeypatch.setattr("quantkit.algorithms.distil.CHUNK_ELEMENTS", 3 * 11)  # parts of 3, 3 and 1 tokens
     found, grad = divergence(student, teacher, lambda x: x @ head.t(), lambda x: x @ original.t(), 11)
     assert found == pytest.approx(whole.item(), rel=1e-6)
