@@ -104,7 +104,7 @@ def awq(
     if scales == "minmax":
         step, zeros = affine.minmax_params(weight, scheme)
         return _rounded(weight, step, zeros, scheme)
-    h = hessian.float()
+    h = hessian.to(torch.float32, copy=True)  # it is damped here, and the caller's is not
     if not bool(torch.isfinite(h).all()):
         step, zeros = affine.searched_params(weight, scheme)
         return _rounded(weight, step, zeros, scheme, "rounded: the statistics of its input are not finite")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from quantkit.calibrate.products import model_runs
 from quantkit.calibrate.stats import Hessian
 from quantkit.calibrate.transfer import Shuttle
+from quantkit.core.precision import exact_products
 from quantkit.errors import UnsupportedModel
 from quantkit.model.experts import expert_linears
 from quantkit.model.stepper import Call, run_block
@@ -36,7 +37,8 @@ class _ObservingCache:
         self.called = False
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.sink.add(keys, values)
+        with exact_products():  # the sink's arithmetic is rounding's
+            self.sink.add(keys, values)
         self.called = True
         return keys, values
 

@@ -30,6 +30,12 @@ from torch.overrides import TorchFunctionMode
 from quantkit.core.precision import cpu_has_amx
 
 MODES = ("float32", "bf16x6", "bf16x3", "bf16")
+WORDS = {
+    "float32": "float32",
+    "bf16x6": "float32 (matrices by six bf16 products)",
+    "bf16x3": "nearly float32 (matrices by three bf16 products)",
+    "bf16": "matrix products of bf16 factors with float32 sums",
+}
 FEW = 64  # rows: below, splitting the other factor costs more than is won
 _active = ["float32"]
 
@@ -39,7 +45,7 @@ def choose_products(mode: str, device: torch.device) -> str:
     if mode != "auto":
         return mode
     if device.type == "cpu":
-        return "bf16" if cpu_has_amx() else "float32"
+        return "bf16" if cpu_has_amx() and torch.backends.mkldnn.is_available() else "float32"
     fast = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
     return "bf16x6" if fast else "float32"
 

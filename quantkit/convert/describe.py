@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from quantkit.calibrate.products import choose_products
+from quantkit.calibrate.products import WORDS
 from quantkit.convert.engines import verdict_lines
 from quantkit.convert.lint import lint_plan
 from quantkit.convert.options import method_words
 from quantkit.convert.plan import Plan
 from quantkit.core.host import size_text
-
-PRODUCTS = {
-    "float32": "float32",
-    "bf16x6": "float32 (by six bf16 products)",
-    "bf16x3": "nearly float32 (by three bf16 products)",
-    "bf16": "bf16 with float32 sums (--products float32: as where there are no matrix units)",
-}
 
 
 def describe(plan: Plan) -> str:
@@ -36,9 +29,9 @@ def describe(plan: Plan) -> str:
     ]
     if plan.windows is not None:
         w = plan.windows
-        mode = choose_products(o.products, plan.device)
         lines.append(f"  text      {w.name}: {w.words()}, seed {w.seed}, {'with' if w.bos else 'no'} BOS")
-        lines.append(f"  runs in   {PRODUCTS[mode]} on {plan.device}; rounds in float32")
+    if plan.products is not None:
+        lines.append(f"  runs on   {plan.device}, in {WORDS[plan.products]}{_why(plan)}; rounds in float32")
     if plan.allocation is not None:
         lines += plan.allocation.describe()
     if plan.distilled_on is not None:
@@ -47,7 +40,7 @@ def describe(plan: Plan) -> str:
     for (shape, scheme), names in sorted(_schemes(plan).items()):
         lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
     lines += [
-        f"  keeps     {len(plan.plain)} tensors unchanged{_kept_words(plan)}",
+        f"  keeps     {len(plan.plain)} tensors {'unrounded (norms learn)' if o.distil else 'unchanged'}{_kept_words(plan)}",
         f"  needs     host {size_text(p.host)}, device {size_text(p.device)}, disk {size_text(p.disk)} while running; output {size_text(p.output)}",
     ]
     if plan.allocation is None:  # else: known when the bits are
@@ -67,12 +60,20 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "options": plan.options.for_manifest(),
         **plan.prediction.to_json(),
         "phases": plan.prediction.phases,
+        "products": plan.products,
         "allocation": None if plan.allocation is None else plan.allocation.to_json(),
         "layers": [{"name": t.name, "shape": [t.out_features, t.in_features], "scheme": None if name in free else t.scheme.describe()} for name, t in plan.targets.items()],
         "engines": [verdict.to_json() for verdict in lint_plan(plan)] if plan.allocation is None else [],
         "warnings": plan.warnings,
         "problems": plan.problems,
     }  # fmt: skip
+
+
+def _why(plan: Plan) -> str:
+    """Why not float32, where nobody asked for that."""
+    if plan.options.products != "auto" or plan.products != "bf16":
+        return ""
+    return " (auto: this processor has units for them; --products float32 is slower and exact)"
 
 
 def _kept_words(plan: Plan) -> str:

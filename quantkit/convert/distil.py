@@ -29,7 +29,6 @@ from quantkit.convert.verify import decision_sha256
 from quantkit.core import affine
 from quantkit.core.host import available_bytes
 from quantkit.core.qtensor import QuantTensor
-from quantkit.model.skeleton import block_linears
 from quantkit.model.stepper import Call, forward_block, forward_norm, given, gradients_in_order
 from quantkit.runtime.load import load_parameters
 from quantkit.runtime.model import head_only
@@ -78,14 +77,11 @@ class _Student:
             {} if total < algorithm.RESIDENT * available_bytes() else None
         )
         self.blocks = [self._learned(index) for index in range(len(plan.blocks))]
-        prefix, linears = (
-            f"{plan.blocks.prefix}.",
-            {f"{n}." for n, m in plan.model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))},
-        )
+        prefix = f"{plan.blocks.prefix}."
         self.norms = {
             name: LearnedNorm(self._plain(name), stored)
             for name, p in plan.weights.parameters.items()
-            if not name.startswith(prefix) and p.dim() == 1 and f"{name.rpartition('.')[0]}." not in linears
+            if not name.startswith(prefix) and p.dim() == 1 and _is_norm(plan.model, name)
             for stored in (self._dtype(name),)
         }
 
@@ -149,11 +145,11 @@ class _Student:
 
     def _learned(self, index: int) -> _Block:
         block, prefix = _Block(), self.plan.blocks.name(index)
-        linears = block_linears(self.plan.blocks.modules[index])
+        module = self.plan.blocks.modules[index]
         for name, value in self._values(index).items():
             if isinstance(value, QuantTensor):
                 block.scales[name] = LearnedScales(value.scales)
-            elif value.dim() == 1 and name.rpartition(".")[0] not in linears:
+            elif value.dim() == 1 and _is_norm(module, name):
                 block.norms[name] = LearnedNorm(value, self._dtype(f"{prefix}.{name}"))
         return block
 
@@ -183,6 +179,11 @@ class _Student:
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.plan.source.info(self.plan.weights.stored(name)).dtype
+
+
+def _is_norm(root: nn.Module, parameter: str) -> bool:
+    """By the name of its module's class, as every architecture here has it: a router's bias or an attention sink is a vector, too, and stays."""
+    return "norm" in type(root.get_submodule(parameter.rpartition(".")[0])).__name__.lower()
 
 
 class _Pass:

@@ -379,7 +379,7 @@ def _without_effect(options: ConvertOptions) -> dict[str, str]:
     if not (options.needs_data or options.allocates):
         why = f"--method {options.method} reads no text"
         kept = {"samples"} if options.distil else {"calibration", "samples", "seq_len"}
-        drawn = set() if options.draws else {"products"} if options.distil else {"seed", "products"}
+        drawn = set() if options.draws or options.distil else {"seed", "products"}
         useless |= {
             name: why for name in ("calibration", "samples", "seq_len", "seed", "products") if name in kept | drawn
         }
@@ -387,7 +387,7 @@ def _without_effect(options: ConvertOptions) -> dict[str, str]:
         useless["kv_scales"] = (
             "--kv-bits 16 keeps the cache as it is (a cache with scales needs --kv-bits 8, 4, 3, 2 or k4v2)"
         )
-    if not options.needs_data and options.allocates:
+    if not (options.needs_data or options.distil) and options.allocates:
         useless["products"] = f"--method {options.method} uses no statistics"
     if options.kv_bits == "fp8":
         useless["kv_scales"] = "--kv-bits fp8 has scales of its own"

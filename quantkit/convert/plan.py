@@ -11,6 +11,7 @@ from torch import nn
 
 from quantkit.algorithms import CALIBRATED
 from quantkit.calibrate.data import Windows
+from quantkit.calibrate.products import choose_products
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
@@ -79,6 +80,13 @@ class Plan:
     def stores_cache_scales(self) -> bool:
         """True if other engines read the scales of an fp8 cache from this checkpoint."""
         return self.options.kv_bits == "fp8" and self.format.holds_cache_scales
+
+    @property
+    def products(self) -> str | None:
+        """In which the model runs over a text, see ``calibrate.products``; None if it does not run."""
+        if self.windows is None and self.distilled_on is None:
+            return None
+        return choose_products(self.options.products, self.device)
 
     def outside(self) -> list[Target]:
         """Head and embeddings that are quantized."""

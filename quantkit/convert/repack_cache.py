@@ -29,7 +29,7 @@ from quantkit.runtime.attention import attention_modules
 from quantkit.runtime.load import choose_device, dense_weights
 
 ASKED = ("kv_bits", "kv_scales", "kv_budget")
-OPTIONS = (*ASKED, "calibration", "samples", "seq_len", "seed")
+OPTIONS = (*ASKED, "calibration", "samples", "seq_len", "seed", "products")
 
 
 @dataclass
@@ -43,6 +43,11 @@ class CachePlan:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def products(self) -> str:
+        """In which the model runs, see ``calibrate.products``."""
+        return choose_products(self.options.products, choose_device(self.options.device))
+
     def identity(self) -> dict[str, Any]:
         """What decides its result, for the manifest."""
         w, o = self.windows, self.options
@@ -55,6 +60,7 @@ class CachePlan:
             "text_sha256": w.text_sha256,
             "tokens_sha256": w.digest(),
             "bos": w.bos,
+            "products": self.products,
         }
 
 
@@ -99,7 +105,7 @@ def calibrate_cache(plan: CachePlan, source: Source, listen: Callable[[str, int,
     blocks, names = find_blocks(plan.model), attention_modules(plan.model)
     weights, _ = dense_weights(plan.model, source, torch.float32)
     found: dict[str, LayerRanges] = {}
-    with working_on(device, choose_products(plan.options.products, device)):
+    with working_on(device, plan.products):
         states, calls, *_ = embed(plan.model, blocks, weights, plan.windows.ids, device, None)
         for index, block in enumerate(blocks.modules):
             listen("blocks", index, len(blocks))

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.calibrate.products import WORDS
 from quantkit.convert.allocated import allocation_lines
 from quantkit.convert.cache import label_words, summary_lines
 from quantkit.convert.engines import Verdict, verdict_lines
@@ -177,6 +178,7 @@ class ConvertReport:
             f"  size      {_mb(self.source_bytes)} -> {_mb(self.output_bytes)} "
             f"({_change(self.source_bytes, self.output_bytes)}), {self.bits_per_weight:.3f} bits per quantized weight",
             f"  time      {self.seconds:.0f} s, peak memory {_mb(self.peak_host_bytes)} (predicted {_mb(self.predicted_host_bytes)})",
+            *([] if self.products is None else [f"  ran in    {WORDS[self.products]}"]),
             f"  checked   {self.verified_tensors} tensors read back and equal to what was decided",
         ]
         if self.sample is not None:

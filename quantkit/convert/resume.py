@@ -34,7 +34,6 @@ import torch
 
 from quantkit import __version__
 from quantkit.calibrate.data import Windows
-from quantkit.calibrate.products import choose_products
 from quantkit.checkpoint.writer import (
     CheckpointWriter,
     disk,
@@ -52,6 +51,7 @@ from quantkit.convert.places import busy, check_places, read_job
 from quantkit.convert.plan import Plan
 from quantkit.convert.report import LayerReport
 from quantkit.convert.states import StateStore
+from quantkit.core.precision import cpu_has_amx
 from quantkit.errors import NumericsError, RequestError, UnsupportedModel
 
 INCURABLE = (NumericsError, UnsupportedModel, RequestError)  # the same again would come of the same: nothing is kept
@@ -186,7 +186,7 @@ def identity(plan: Plan) -> dict[str, Any]:
         "calibration": calibration,
         **({} if plan.distilled_on is None else {"distilled_on": _text(plan.distilled_on)}),
         "device": device_name(plan.device),
-        "products": choose_products(plan.options.products, plan.device),
+        "products": plan.products,
         "versions": {"torch": torch.__version__, "transformers": version("transformers"), "numpy": version("numpy")},
         "threads": torch.get_num_threads(),
     }
@@ -199,7 +199,7 @@ def _text(windows: Windows) -> dict[str, Any]:
 
 def job_of(plan: Plan) -> dict[str, Any]:
     """What must be the same for a job to go on: its identity, its place, and the processor's arithmetic."""
-    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' if cpu_has_amx() else ''}"
     beside = beside_sha256(plan.source)
     return {**identity(plan), "beside_sha256": beside, "out": str(plan.options.out.resolve()), "cpu": cpu}
 

@@ -16,7 +16,6 @@ from quantkit.algorithms.kv import KVObserver, LayerRanges
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
-from quantkit.calibrate.products import choose_products
 from quantkit.calibrate.transfer import hold
 from quantkit.convert import distil, selftext
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
@@ -114,7 +113,7 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
             plan.windows = replace(text, ids=text.ids[:samples])
             if plan.distilled_on is not None:
                 plan.distilled_on = replace(text, ids=text.ids[samples:])
-        with working_on(plan.device, choose_products(plan.options.products, plan.device)):
+        with working_on(plan.device, plan.products or "float32"):
             settle(plan, work, lambda done, total: listen(Progress("measure", done, total)))
             report = _Conversion(plan, work, listen).run()
         work.writer.commit()
@@ -162,7 +161,7 @@ class _Conversion:
             o.method_options,
             warnings=plan.warnings,
             drawn=o.draws,
-            products=None if plan.windows is None else choose_products(o.products, plan.device),
+            products=plan.products,
         )
         self.report.engines = lint_plan(plan)
         self.report.allocation = plan.allocated
@@ -244,7 +243,8 @@ class _Conversion:
         plan, total = self.plan, len(self.plan.blocks)
         cache = self._decide_cache()
         self.report.notes += missing_folds(self.folds)
-        self.listen(Progress("copy", total, total, self._last_error()))
+        self.listen(Progress("blocks", total, total, self._last_error()))
+        self.listen(Progress("copy", total, total))
         self._quantize_outside()
         self._distil()
         self._copy_plain()

@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit.algorithms import distil as algorithm
 from quantkit.algorithms.distil import DistilOptions
+from quantkit.calibrate.products import WORDS
 from quantkit.convert import distil as distil_pass
 from quantkit.convert import states
+from quantkit.convert.describe import describe
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
 from quantkit.core import affine
@@ -30,6 +32,39 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger steps over fewer tokens: a random model learns in a moment."""
     monkeypatch.setattr(distil_pass, "DistilOptions", lambda: DistilOptions(rate=0.005, warmup=2))
     monkeypatch.setattr(algorithm, "ADAM_STEP_TOKENS", 64)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "falcon", "gpt_neox", "cohere2", "gpt_oss", "qwen3_moe"])
+def test_of_what_is_no_matrix_only_norms_learn(name: str) -> None:
+    """gpt_oss has attention sinks and biases of its router, which are vectors, too."""
+    model = tiny_architecture(name)
+    vectors = {n for n, p in model.named_parameters() if p.dim() == 1}
+    found = {n for n in vectors if distil_pass._is_norm(model, n)}
+    assert found == {n for n in vectors if "norm" in n or "ln_" in n}
+    assert found
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("mode", ["float32", "bf16"])
+def test_it_learns_in_the_products_asked_for_though_the_method_reads_no_text(
+    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkldnn: Any = torch.backends.mkldnn
+    seen: set[str] = set()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.add(mkldnn.matmul.fp32_precision)
+        return forward(*args, **kwargs)
+
+    forward = distil_pass.forward_block
+    monkeypatch.setattr(distil_pass, "forward_block", watched)
+    asked: dict[str, Any] = {**OPTIONS, "calibration": str(calibration_text), "products": mode}
+    report = quantkit.convert(tiny_original, tmp_path / "out", **asked)
+    assert seen == {"bf16" if mode == "bf16" else "ieee"}
+    assert report.products == mode
+    assert "ran in" in str(report)
+    described = describe(make_plan(ConvertOptions(str(tiny_original), tmp_path / "other", **asked)))
+    assert WORDS[mode] in described
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

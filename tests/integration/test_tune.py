@@ -17,7 +17,7 @@ from quantkit.algorithms.tune import block_error
 from quantkit.calibrate.data import load_windows
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
-from quantkit.convert import run, states
+from quantkit.convert import run, states, tuning
 from quantkit.errors import RequestError
 
 TEXT: dict[str, Any] = dict(method="tune", samples=12, seq_len=32, group_size=32, tune_steps=12)
@@ -43,6 +43,23 @@ def first_block_error(original: Path, written: Path, text: Path) -> float:
             for i in (0, 8):
                 model(input_ids=ids[i : i + 1], use_cache=False)
     return sum(float(block_error(mine, wanted)) for wanted, mine in zip(*outputs, strict=True)) / 2
+
+
+@pytest.mark.parametrize("mode", ["float32", "bf16"])
+def test_a_block_learns_in_the_products_asked_for(
+    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkldnn: Any = torch.backends.mkldnn
+    seen: set[str] = set()
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.add(mkldnn.matmul.fp32_precision)
+        return forward(*args, **kwargs)
+
+    forward = tuning.forward_block
+    monkeypatch.setattr(tuning, "forward_block", watched)
+    quantkit.convert(tiny_original, out=tmp_path / "out", calibration=str(calibration_text), products=mode, **TEXT)
+    assert seen == {"bf16" if mode == "bf16" else "ieee"}
 
 
 @pytest.mark.parametrize("form", ["native", "gptq"])

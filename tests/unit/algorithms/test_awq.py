@@ -56,6 +56,17 @@ def test_awq_is_never_worse_than_rounding(
     assert found.loss <= found.plain_loss
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_callers_statistics_stay_as_they_are(dtype: torch.dtype) -> None:
+    """They are float32 on a GPU, float64 on a CPU, and the report reads them afterwards."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 32, generator=generator, dtype=dtype)
+    hessian = x.t() @ x / len(x)
+    before = hessian.clone()
+    awq(torch.randn(8, 32, generator=generator), hessian, Scheme(4, 16, False))
+    assert torch.equal(hessian, before)
+
+
 def test_a_channel_with_large_inputs_is_protected() -> None:
     w, h = problem(outlier=100.0)
     found = search_factors([one(w, h)], 64)

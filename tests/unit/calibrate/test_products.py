@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.calibrate.capture import _ObservingCache
 from quantkit.calibrate.products import FEW, choose_products, model_runs, products, split_product
 from quantkit.calibrate.stats import Hessian
 from quantkit.core.precision import cpu_has_amx, exact_products
@@ -120,11 +121,25 @@ def test_bf16_reaches_linears_gradients_and_hessians_inside_a_model_that_runs() 
         assert lost > 1e-4 or not cpu_has_amx()  # without the units oneDNN may well stay with float32
 
 
+def test_a_sink_of_keys_and_values_computes_in_float32() -> None:
+    seen = []
+
+    class Sink:
+        def add(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+            seen.append(MKLDNN.matmul.fp32_precision)
+
+    with products("bf16"), model_runs(CPU):
+        _ObservingCache(Sink()).update(torch.zeros(1), torch.zeros(1))
+        assert MKLDNN.matmul.fp32_precision == "bf16"
+    assert seen == ["ieee"]
+
+
 @pytest.mark.parametrize("amx", [False, True])
 @pytest.mark.parametrize("mode", ["auto", "float32", "bf16x3", "bf16x6", "bf16"])
 def test_a_cpu_multiplies_in_bf16_where_it_has_units_for_it_unless_told_otherwise(
     mode: str, amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantkit.calibrate.products.cpu_has_amx", lambda: amx)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     automatic = "bf16" if amx else "float32"
     assert choose_products(mode, CPU) == (automatic if mode == "auto" else mode)
