@@ -10,6 +10,7 @@ several rows of one line with the same bits (more calibration text, another seed
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ MARKERS = "osD^v<>PX*hd"
 
 
 def points(folder: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Model -> series -> (bits per quantized weight, mean KL in nats), in order of bits."""
+    """Model -> series -> (bits per quantized weight, mean KL in nats), in order of bits. Other seeds than the first are left out: peers have one."""
     found: dict[str, dict[str, dict[float, float]]] = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -45,7 +46,7 @@ def points(folder: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
         if figures is None or any(figures.get(key) != value for key, value in PROTOCOL.items()):
             continue
         bits, kl = figures.get("bits_per_weight"), figures.get("kl_mean")
-        if kl is None or bits is None or bits > MOST_BITS:
+        if kl is None or bits is None or bits > MOST_BITS or "-seed" in path.stem:
             continue
         line = found.setdefault(result["row"]["model"], {}).setdefault(name(result), {})
         line[bits] = min(kl, line.get(bits, kl))
@@ -65,6 +66,8 @@ def name(result: Mapping[str, Any]) -> str:
         method = f"{method} W8A8"
     if made.get("preset"):
         method = f"{made['preset']} ({method})"
+    if made.get("allocation"):
+        method = f"{method}, bits by layer"
     return f"{peer} {method}".strip() if method != peer else peer
 
 
@@ -103,7 +106,13 @@ def draw(found: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], out: 
     ordered = [key for key in names if key in handles]
     figure.legend([handles[key] for key in ordered], ordered, loc="lower center", ncols=3, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.04 + 0.035 * -(-len(ordered) // 3), 1, 1))
-    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None, dpi=140)
+    drawn = {"Date": None, "Identifier": digest(found)}
+    figure.savefig(out, metadata=drawn if out.suffix == ".svg" else None, dpi=140)
+
+
+def digest(found: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> str:
+    """Of what is drawn; the picture carries it, so that a test sees whether it is of today's results."""
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def _ours_first(key: str) -> tuple[bool, str]:

@@ -30,22 +30,26 @@ def test_rows_of_one_method_are_one_line_and_foreign_protocols_are_left_out(tmp_
         result("a", 4.3, 0.1, gptq, kv_bits=8),
         result("a", 4.3, 0.1, gptq, data="news-sample"),
         result("a", 4.3, 0.15, {**gptq, "preset": "balanced"}),
+        result("a", 4.2, 0.16, {**gptq, "preset": "balanced", "allocation": {"target": "4.2"}}),
         result("a", 8.0, 0.1, gptq),
         result("a", None, 0.0, gptq),
     ]
     for index, row in enumerate(rows):
         (tmp_path / f"{index}.json").write_text(json.dumps(row))
+    (tmp_path / "x-seed1.json").write_text(json.dumps(result("a", 4.3, 0.05, gptq)))
     (tmp_path / "table.json").write_text("[1, 2]")
     assert plot.points(tmp_path) == {
         "a": {
             "llm-compressor gptq": [(4.5, 0.4)],
             "quantkit balanced (gptq)": [(4.3, 0.15)],
+            "quantkit balanced (gptq), bits by layer": [(4.2, 0.16)],
             "quantkit gptq": [(3.3, 0.9), (4.3, 0.2)],
         },
         "b": {"bitsandbytes nf4": [(4.5, 0.5)], "hqq": [(4.5, 0.6)]},
     }
 
 
-def test_the_committed_results_have_a_plot() -> None:
-    assert (ROOT / "eval" / "results" / "quality.svg").read_text(encoding="utf-8").startswith("<?xml")
-    assert plot.points(ROOT / "eval" / "results")["smollm2-135m"]
+def test_the_plot_is_of_the_committed_results() -> None:
+    found = plot.points(ROOT / "eval" / "results")
+    assert found["smollm2-135m"]
+    assert plot.digest(found) in (ROOT / "eval" / "results" / "quality.svg").read_text(encoding="utf-8")
