@@ -91,35 +91,25 @@ def gptq(
     return Solution(found, damping)
 
 
-# Rows that may be better off rounded with a searched range: all, where one input's mean square is so many times the median's ...
-DOMINANT = 100.0
-# ... else those whose loss is more than this share of that of rounding between the extremes.
-SUSPECT = 0.5
-
-
 def _or_rounded(target: Tensor, found: QuantTensor, h: Tensor, importance: Tensor, scales: Scales) -> QuantTensor:
-    """``found``, but for rows that simple rounding leaves with a smaller loss: few channels that dominate H can mislead the column loop."""
+    """``found``, but for rows that simple rounding leaves with a smaller loss: few channels that dominate H, or outlying weights, can mislead the column loop."""
     scheme = found.scheme
+    simple = rtn(target, scheme, scales, importance).quantized
 
-    def losses(q: QuantTensor, rows: Tensor) -> Tensor:
-        return row_losses(target[rows], q.codes, q.scales, q.zeros, scheme, h)
+    def losses(q: QuantTensor) -> Tensor:
+        return row_losses(target, q.codes, q.scales, q.zeros, scheme, h)
 
-    every = torch.arange(len(target), device=target.device)
-    mine = losses(found, every)
-    suspects = every
-    if importance.max() <= DOMINANT * importance.median():
-        plain = rtn(target, scheme, "minmax", importance).quantized
-        suspects = every[mine > SUSPECT * losses(plain, every)]
-    if not len(suspects):
+    rows = losses(simple) < losses(found)
+    if not bool(rows.any()):
         return found
-    rounded = rtn(target[suspects], scheme, scales, importance).quantized
-    better = losses(rounded, suspects) < mine[suspects]
-    rows = suspects[better]
-    parts = [None if part is None else part.clone() for part in (found.codes, found.scales, found.zeros)]
-    for part, other in zip(parts, (rounded.codes, rounded.scales, rounded.zeros), strict=True):
-        if part is not None and other is not None:
-            part[rows] = other[better]
-    return QuantTensor(parts[0], parts[1], parts[2], scheme)  # type: ignore[arg-type]
+    parts = (found.codes, found.scales, found.zeros), (simple.codes, simple.scales, simple.zeros)
+    codes, steps, zeros = (
+        None if mine is None or other is None else torch.where(rows[:, None], other, mine)
+        for mine, other in zip(*parts, strict=True)
+    )
+    assert codes is not None
+    assert steps is not None
+    return QuantTensor(codes, steps, zeros, scheme)
 
 
 def _order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantkit.algorithms import gptq as gptq_module
@@ -44,16 +44,20 @@ def test_gptq_is_never_worse_than_rounding_when_inputs_are_correlated(
     bits=st.sampled_from([3, 4, 8]),
     group=st.sampled_from([None, 16]),
     symmetric=st.booleans(),
+    channels=st.sampled_from([0, 3]),
+    outliers=st.sampled_from([0.0, 0.03]),
     seed=st.integers(0, 999),
 )
-def test_no_row_is_worse_than_rounding_when_a_few_channels_dominate(
-    bits: int, group: int | None, symmetric: bool, seed: int
+@example(bits=3, group=None, symmetric=True, channels=0, outliers=0.03, seed=3)
+def test_no_row_is_worse_than_rounding_when_channels_dominate_or_weights_lie_outside(
+    bits: int, group: int | None, symmetric: bool, channels: int, outliers: float, seed: int
 ) -> None:
-    """Fewer tokens than channels, and three channels fifty times as large as the others."""
+    """Fewer tokens than channels; a few channels fifty times as large as the others, a few weights eight times."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(24, 32, generator=g)
-    x[:, torch.randperm(32, generator=g)[:3]] *= 50
+    x[:, torch.randperm(32, generator=g)[:channels]] *= 50
     w, h = torch.randn(16, 32, generator=g), (x.t() @ x).double() / 24
+    w[torch.rand(w.shape, generator=g) < outliers] *= 8
     scheme = Scheme(bits, group, symmetric)
     solved = gptq(w, h, scheme).quantized.dequantize()
     rounded = rtn(w, scheme, GPTQOptions().scales, h.diagonal()).quantized.dequantize()
