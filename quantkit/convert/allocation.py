@@ -68,24 +68,25 @@ class Allocation:
             return [f"{self.asked}: the rules decide about every weight, nothing is left to choose. Drop one of them."]
         if self.budget < self.least:
             return [
-                f"{self.asked}: the least that is possible here is {self._said(self.least, up=True)}. "
+                f"{self.asked}: the least that is possible here is {self._said(self.least, self._range()[0])}. "
                 f"Ask for more{'' if self.format == 'native' else ', or for --format native, which takes more of the model to fewer bits'}."
             ]
         if self.budget > self.most:
             return [
-                f"{self.asked}: the most that is possible here is {self._said(self.most)}. Ask for less, or for fixed --bits."
+                f"{self.asked}: the most that is possible here is {self._said(self.most, self._range()[1])}. Ask for less, or for fixed --bits."
             ]
         return []
 
-    def _said(self, size: int, up: bool = False) -> str:
-        """up: the bits per weight are rounded up: what is printed can be asked for."""
-        scaled = self.bits(size) * 1000
-        bits = (-(-scaled // 1) if up else scaled // 1) / 1000
-        return f"{bits:.3f} bits per weight ({size} bytes), {size_text(self.fixed)} of it for what is not chosen"
+    def _range(self) -> tuple[float, float]:
+        """Bits per weight that can be asked for, to three digits, rounded inward."""
+        return -(-self.bits(self.least) * 1000 // 1) / 1000, self.bits(self.most) * 1000 // 1 / 1000
+
+    def _said(self, size: int, bits: float) -> str:
+        return f"{bits:.3f} bits per weight, or {size} bytes ({size_text(size)}), {size_text(self.fixed)} of it for tensors that are not quantized"
 
     def describe(self) -> list[str]:
         """Lines of a plan for people."""
-        low, high = self.bits(self.least), self.bits(self.most)
+        low, high = self._range()
         options = sum(len(unit.options) for unit in self.units)
         return [
             f"  target    {self.asked}: {size_text(self.budget)} for {self.parameters / 1e6:.1f} M parameters; from {low:.3f} to {high:.3f} bits "

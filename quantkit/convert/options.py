@@ -295,7 +295,7 @@ def parse_size(text: int | str) -> int:
 def check_preset(preset: str | None) -> None:
     """Raises RequestError for an unknown preset."""
     if preset is not None and preset not in PRESETS:
-        raise RequestError(f"--preset {preset}: is no preset. Presets: {', '.join(PRESETS)}.")
+        raise RequestError(f"--preset {preset} is no preset. Presets: {', '.join(PRESETS)}.")
 
 
 def method_words(method: str, options: Mapping[str, Any], preset: str | None) -> str:

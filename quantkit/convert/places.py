@@ -22,9 +22,12 @@ def check_places(options: ConvertOptions) -> None:
     folder, job = options.work_folder, read_job(options.work_folder)
     if options.resume:
         if job is None:
-            done = f" {options.out} is complete." if (options.out / "quantkit.json").exists() else ""
+            if (options.out / "quantkit.json").exists():
+                raise RequestError(
+                    f"--resume: {options.out} is complete, nothing is left to do. To make it anew: --overwrite instead of --resume, or another --out."
+                )
             raise RequestError(
-                f"--resume: there is no unfinished job in {folder}.{done} Leave --resume out to start one, "
+                f"--resume: there is no unfinished job in {folder}. Leave --resume out to start one, "
                 "or name the job's --work-dir."
             )
         if job["finished"] is not None and not partial_folder(options.out, job["token"]).exists():
