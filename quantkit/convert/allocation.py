@@ -82,7 +82,7 @@ class Allocation:
         return -(-self.bits(self.least) * 1000 // 1) / 1000, self.bits(self.most) * 1000 // 1 / 1000
 
     def _said(self, size: int, bits: float) -> str:
-        return f"{bits:.3f} bits per weight, or {size} bytes ({size_text(size)}), {size_text(self.fixed)} of it for tensors that are not quantized"
+        return f"{bits:.3f} bits per weight ({size} bytes), {size_text(self.fixed)} of it for tensors that are not quantized"
 
     def describe(self) -> list[str]:
         """Lines of a plan for people."""

@@ -85,7 +85,8 @@ def test_static_scales_are_those_of_the_models_own_keys_and_values(
         return plan
 
     monkeypatch.setattr(run, "make_plan", planned)
-    qk.convert(tiny_original, tmp_path / "out", kv_bits=3, calibration=str(calibration_text), **SMALL)
+    asked: dict[str, Any] = {**SMALL, "calibration": str(calibration_text), "products": "float32"}
+    qk.convert(tiny_original, tmp_path / "out", kv_bits=3, **asked)
     model = AutoModelForCausalLM.from_pretrained(tiny_original, dtype=torch.float32)
     with torch.no_grad():
         cache = model(windows[0], use_cache=True).past_key_values

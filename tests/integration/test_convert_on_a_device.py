@@ -66,7 +66,8 @@ def test_the_same_codes_are_written_as_on_the_cpu(
     options: dict[str, Any], on_device: None, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     for device in ("cpu", "cuda"):
-        convert(tiny_original, tmp_path / device, calibration_text, device, **options)
+        exact = {} if device == "cuda" or options["method"] == "rtn" else {"products": "float32"}
+        convert(tiny_original, tmp_path / device, calibration_text, device, **options, **exact)
     # Attention is put together differently, and sums are float32: the last bits of a statistic differ. A code that falls on
     # the other side changes what the next block sees, so differences grow from block to block.
     assert equal_codes(tmp_path / "cpu", tmp_path / "cuda", "layers.0.") > 0.999

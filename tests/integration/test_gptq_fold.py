@@ -73,7 +73,7 @@ def test_gptaq_brings_outputs_nearer_to_those_of_the_original_inputs(
     for gptaq in (False, True):
         quantkit.convert(
             tiny_original, out=tmp_path / f"{gptaq}", method="gptq", bits=3, group_size=32, format="native", gptaq=gptaq,
-            calibration=str(calibration_text), samples=8, seq_len=64,
+            calibration=str(calibration_text), samples=8, seq_len=64, products="float32",
         )  # fmt: skip
         quantized = quantkit.load(tmp_path / f"{gptaq}", device="cpu", dtype="float32", dequantize=True).module
         first[gptaq] = dict(quantized.model.layers[0].state_dict())
