@@ -29,7 +29,12 @@ from torch.overrides import TorchFunctionMode
 
 from quantkit.core.precision import cpu_has_amx
 
-MODES = ("float32", "bf16x6", "bf16x3", "bf16")
+ORDERS = {
+    "bf16x6": ("cbabaa", "abcaba"),
+    "bf16x3": ("baa", "aba"),
+    "bf16": ("a", "a"),
+}  # of the left parts and the right
+MODES = ("float32", *ORDERS)
 WORDS = {
     "float32": "float32",
     "bf16x6": "float32 (matrices by six bf16 products)",
@@ -68,10 +73,10 @@ def model_runs(device: torch.device) -> Iterator[None]:
 
 def split_product(left: Tensor, right: Tensor, mode: str) -> Tensor:
     """float32 ``left [m, k] @ right [k, n]`` by one of the bf16 modes. A factor that is not finite gives NaN."""
-    lefts = torch.cat(_lefts(left, mode), dim=1)
+    lefts = torch.cat(_factor(left, ORDERS[mode][0]), dim=1)
     if right.stride(0) == 1:  # a weight's transpose: joined as it lies, or joining would turn it round in memory
-        return multiply(lefts, torch.cat(_rights(right.t(), mode), dim=1).t())
-    return multiply(lefts, torch.cat(_rights(right, mode), dim=0))
+        return multiply(lefts, torch.cat(_factor(right.t(), ORDERS[mode][1]), dim=1).t())
+    return multiply(lefts, torch.cat(_factor(right, ORDERS[mode][1]), dim=0))
 
 
 def gram_factors(rows: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -80,9 +85,10 @@ def gram_factors(rows: Tensor, others: Tensor | None = None) -> tuple[Tensor, Te
     others: float32 ``[n, m]``; ``rows`` if None.
     """
     mode, others = _active[-1], rows if others is None else others
-    if mode == "float32" or (mode == "bf16" and not rows.is_cuda):
+    if not _splits(mode, rows):
         return rows, others
-    return torch.cat(_lefts(rows, mode)), torch.cat(_rights(others, mode))
+    left, right = ORDERS[mode]
+    return torch.cat(_factor(rows, left)), torch.cat(_factor(others, right))
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -94,34 +100,18 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def _lefts(x: Tensor, mode: str) -> list[Tensor]:
-    match _parts(x, mode):
-        case [a, b, c]:
-            return [c, b, a, b, a, a]
-        case [a, b]:
-            return [b, a, a]
-        case parts:
-            return parts
+def _factor(x: Tensor, order: str) -> list[Tensor]:
+    """The parts of ``x`` in this order: a is its rounding to bf16, b that of what is left, c that of what is left then."""
+    parts, rest = [x.to(torch.bfloat16)], x
+    for _ in range(len(set(order)) - 1):
+        rest = rest - parts[-1].float()
+        parts.append(rest.to(torch.bfloat16))
+    return [parts["abc".index(letter)] for letter in order]
 
 
-def _rights(x: Tensor, mode: str) -> list[Tensor]:
-    match _parts(x, mode):
-        case [a, b, c]:
-            return [a, b, c, a, b, a]
-        case [a, b]:
-            return [a, b, a]
-        case parts:
-            return parts
-
-
-def _parts(x: Tensor, mode: str) -> list[Tensor]:
-    """From the largest to the smallest: three in bf16x6, two in bf16x3, one in bf16."""
-    found = [x.to(torch.bfloat16)]
-    rest = x
-    for _ in range({"bf16x6": 2, "bf16x3": 1, "bf16": 0}[mode]):
-        rest = rest - found[-1].float()
-        found.append(rest.to(torch.bfloat16))
-    return found
+def _splits(mode: str, x: Tensor) -> bool:
+    """Whether products of ``x`` are made of parts; ``bf16`` on a CPU is oneDNN's, see ``model_runs``."""
+    return mode != "float32" and (mode != "bf16" or x.is_cuda)
 
 
 class _Linears(TorchFunctionMode):
@@ -141,8 +131,8 @@ class _Linears(TorchFunctionMode):
 
 
 def _linear(mode: str, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """None where the plain product should run: other dtypes, few rows, gradients (rounding to parts has none), what ``model_runs`` sees to."""
-    if mode == "bf16" and not input.is_cuda:
+    """None where the plain product should run: other dtypes, few rows, gradients (rounding to parts has none)."""
+    if not _splits(mode, input):
         return None
     if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
         return None

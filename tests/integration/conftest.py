@@ -71,3 +71,21 @@ def quantkit() -> Callable[..., Any]:
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture
+def precisions_seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], set[str]]:
+    """``watch(module, function)`` -> in which precision oneDNN multiplied float32 matrices whenever that function was called."""
+    mkldnn: Any = torch.backends.mkldnn  # torch's types do not know its parts
+
+    def watch(module: Any, name: str) -> set[str]:
+        function, seen = getattr(module, name), set()
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            seen.add(mkldnn.matmul.fp32_precision)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+        return seen
+
+    return watch

@@ -270,21 +270,11 @@ def test_fewer_tokens_than_inputs_are_said(tiny_original: Path, calibration_text
 
 @pytest.mark.parametrize("mode", ["float32", "bf16"])
 def test_the_model_runs_in_the_products_asked_for_and_codes_are_chosen_in_float32(
-    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, precisions_seen: Any
 ) -> None:
-    mkldnn: Any = torch.backends.mkldnn
-    seen: dict[str, set[str]] = {"rounding": set(), "model": set()}
-
-    def watched(kind: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            seen[kind].add(mkldnn.matmul.fp32_precision)
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(block, "gptq", watched("rounding", block.gptq))
-    monkeypatch.setattr(capture, "run_block", watched("model", capture.run_block))
+    rounding, model = precisions_seen(block, "gptq"), precisions_seen(capture, "run_block")
     report = convert(tiny_original, tmp_path / "out", calibration_text, method="gptq", products=mode)
-    assert seen == {"rounding": {"ieee"}, "model": {"bf16" if mode == "bf16" else "ieee"}}
+    assert rounding == {"ieee"}
+    assert model == {"bf16" if mode == "bf16" else "ieee"}
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     assert manifest["products"] == report.to_json()["products"] == mode

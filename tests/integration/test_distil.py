@@ -47,17 +47,9 @@ def test_of_what_is_no_matrix_only_norms_learn(name: str) -> None:
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("mode", ["float32", "bf16"])
 def test_it_learns_in_the_products_asked_for_though_the_method_reads_no_text(
-    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, precisions_seen: Any
 ) -> None:
-    mkldnn: Any = torch.backends.mkldnn
-    seen: set[str] = set()
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.add(mkldnn.matmul.fp32_precision)
-        return forward(*args, **kwargs)
-
-    forward = distil_pass.forward_block
-    monkeypatch.setattr(distil_pass, "forward_block", watched)
+    seen = precisions_seen(distil_pass, "forward_block")
     asked: dict[str, Any] = {**OPTIONS, "calibration": str(calibration_text), "products": mode}
     report = quantkit.convert(tiny_original, tmp_path / "out", **asked)
     assert seen == {"bf16" if mode == "bf16" else "ieee"}

@@ -47,17 +47,9 @@ def first_block_error(original: Path, written: Path, text: Path) -> float:
 
 @pytest.mark.parametrize("mode", ["float32", "bf16"])
 def test_a_block_learns_in_the_products_asked_for(
-    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, precisions_seen: Any
 ) -> None:
-    mkldnn: Any = torch.backends.mkldnn
-    seen: set[str] = set()
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.add(mkldnn.matmul.fp32_precision)
-        return forward(*args, **kwargs)
-
-    forward = tuning.forward_block
-    monkeypatch.setattr(tuning, "forward_block", watched)
+    seen = precisions_seen(tuning, "forward_block")
     quantkit.convert(tiny_original, out=tmp_path / "out", calibration=str(calibration_text), products=mode, **TEXT)
     assert seen == {"bf16" if mode == "bf16" else "ieee"}
 
