@@ -57,10 +57,24 @@ def choose_products(mode: str, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def model_runs(device: torch.device) -> Iterator[None]:
-    """Around a model that runs, with or without gradients: in the mode ``bf16``, on a CPU, float32 matrices are multiplied as bf16 with float32 sums."""
-    if _active[-1] != "bf16" or device.type != "cpu":
+    """Around a model that runs, with or without gradients: its matrices are multiplied in the active mode.
+
+    ``bf16`` on a CPU is oneDNN's. The other modes are ``split_product`` in the place of ``nn.functional.linear``; what replaces it sees every
+    operation of torch, so nothing that consists of many small ones, as rounding does, should run inside.
+    """
+    mode = _active[-1]
+    if mode == "float32":
         yield
-        return
+    elif mode == "bf16" and device.type == "cpu":
+        with _onednn_in_bf16():
+            yield
+    else:
+        with _Linears(mode):
+            yield
+
+
+@contextlib.contextmanager
+def _onednn_in_bf16() -> Iterator[None]:
     mkldnn: Any = torch.backends.mkldnn
     matmul = mkldnn.matmul
     before = matmul.fp32_precision
@@ -145,10 +159,9 @@ def _linear(mode: str, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 @contextlib.contextmanager
 def products(mode: str) -> Iterator[None]:
-    """Inside: ``gram_factors`` and the linears of float32 models multiply in this way, one of ``MODES``."""
+    """Inside: ``gram_factors`` and, in ``model_runs``, the linears of float32 models multiply in this way, one of ``MODES``."""
     _active.append(mode)
     try:
-        with _Linears(mode) if mode != "float32" else contextlib.nullcontext():
-            yield
+        yield
     finally:
         _active.pop()

@@ -55,10 +55,12 @@ def test_a_transposed_weight_is_joined_as_it_lies(mode: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("mode", ["bf16x6", "bf16x3"])
-def test_linears_and_hessians_use_it_inside_and_not_outside(mode: str) -> None:
+def test_linears_of_a_model_that_runs_and_hessians_use_it_inside_and_not_outside(mode: str) -> None:
     x, weight, bias = noise(3, FEW, 600), noise(50, 600, seed=1), noise(50, seed=2)
     plain = torch.nn.functional.linear(x, weight, bias)
     with products(mode):
+        assert torch.equal(torch.nn.functional.linear(x, weight, bias), plain)
+    with products(mode), model_runs(CPU):
         inside = torch.nn.functional.linear(x, weight, bias)
         few = torch.nn.functional.linear(x[:1, :3], weight, bias)
         hessian = Hessian(600)
@@ -79,8 +81,18 @@ def test_linears_and_hessians_use_it_inside_and_not_outside(mode: str) -> None:
 def test_other_dtypes_are_left_alone() -> None:
     x, weight = noise(FEW, 40).bfloat16(), noise(8, 40, seed=1).bfloat16()
     plain = torch.nn.functional.linear(x, weight)
-    with products("bf16x3"):
+    with products("bf16x3"), model_runs(CPU):
         assert torch.equal(torch.nn.functional.linear(x, weight), plain)
+
+
+@pytest.mark.parametrize("mode", ["float32", "bf16x6", "bf16x3", "bf16"])
+def test_nothing_of_torch_goes_through_python_outside_a_model_that_runs(mode: str) -> None:
+    """Rounding is many small operations; a mode that looked at each would double what they take."""
+    with products(mode):
+        assert not torch.overrides._get_current_function_mode_stack()
+        with model_runs(CPU):
+            seen = torch.overrides._get_current_function_mode_stack()
+        assert len(seen) == mode.startswith("bf16x")
 
 
 def test_one_product_is_what_sixteen_bits_give() -> None:
