@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import Scales, Solution
-from quantkit.algorithms.refine import refine, row_losses
+from quantkit.algorithms.refine import Descent, refine, row_losses
 from quantkit.algorithms.rtn import rtn
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
@@ -46,7 +46,14 @@ class GPTQOptions:
 
 
 ColumnLoop = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""``round_columns``, or what does the same on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """What visits a block of columns, in rounding and in refining: ``round_columns`` and ``descend_columns``, or kernels that do the same on a device; None for those."""
+
+    columns: ColumnLoop | None = None
+    descent: Descent | None = None
 
 
 def gptq(
@@ -54,7 +61,7 @@ def gptq(
     hessian: Tensor,
     scheme: Scheme,
     options: GPTQOptions | None = None,
-    columns: ColumnLoop | None = None,
+    loops: Loops | None = None,
     cross: Tensor | None = None,
 ) -> Solution:
     """Quantize ``weight`` [out, in] so that ``tr(D H Dᵀ)`` of the error D is small.
@@ -62,9 +69,9 @@ def gptq(
     hessian: [in, in], the mean of x xᵀ over tokens; symmetric, positive semi-definite. cross: [in, in], the mean of (y - x) xᵀ with y the
     original model's inputs, if known. Weights that read the same input may be stacked along their rows: rows do not influence one
     another. Inputs are not modified. A Hessian that cannot be factorised raises the damping, and in the end falls back to rounding (said in the
-    Solution). Everything happens on the device that both are on. columns: what rounds a block of columns, instead of ``round_columns``.
+    Solution). Everything happens on the device that both are on.
     """
-    options = options or GPTQOptions()
+    options, loops = options or GPTQOptions(), loops or Loops()
     diagonal = hessian.diagonal().double()
     dead = diagonal <= 0  # inputs that were never non-zero: nothing is known, their columns are simply rounded
     known = diagonal[~dead].mean() if bool((~dead).any()) else diagonal.new_ones(())
@@ -77,12 +84,12 @@ def gptq(
     target = weight.float()
     if cross is not None and options.pull:
         target = _towards(target, cross, upper, order, options.pull)
-    codes, scales, zeros = _solve(target, upper.float(), order, scheme, options, columns or round_columns)
+    codes, scales, zeros = _solve(target, upper.float(), order, scheme, options, loops.columns or round_columns)
     del upper
     if options.sweeps:
         damped = _damped(hessian, dead, importance, damping)
         codes, scales = refine(
-            target, codes, scales, zeros, scheme, damped, options.sweeps, refit=options.scales == "search"
+            target, codes, scales, zeros, scheme, damped, options.sweeps, options.scales == "search", loops.descent
         )
         del damped
     found = QuantTensor(codes, scales, zeros, scheme)
@@ -224,7 +231,9 @@ def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top
         codes[j] = torch.round(column / step[j] + offset[j]).clamp_(0, top)
         errors[j] = (column - (codes[j] - offset[j]) * step[j]) / upper[j, j]
         if j + 1 < len(rest):
-            rest[j + 1 :].addr_(upper[j, j + 1 :], errors[j], alpha=-1)
+            rest[j + 1 :] -= torch.outer(
+                upper[j, j + 1 :], errors[j]
+            )  # ``addr_`` may fuse: other codes on other processors
     return codes.to(torch.uint8), errors
 
 

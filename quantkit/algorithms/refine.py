@@ -12,6 +12,8 @@ rounded to the grid. Of the scales, with the codes C fixed, a row's loss is quad
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,14 +28,18 @@ REACH = (
 )
 
 
+Descent = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
+
+
 def refine(
     weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, hessian: Tensor,
-    sweeps: int = 2, refit: bool = True,
+    sweeps: int = 2, refit: bool = True, descent: Descent | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Better codes (uint8 ``[out, in]``) and scales (``[out, groups]``, storage dtype) for float ``weight`` [out, in].
 
     hessian: ``[in, in]``, positive diagonal (damped). Each sweep visits every column once and then fits the scales, if ``refit``. A row whose
-    loss did not fall keeps what it had, so the result is never worse. Rows do not influence one another. Nothing is modified.
+    loss did not fall keeps what it had, so the result is never worse. Rows do not influence one another. Nothing is modified. descent: instead of
+    ``descend_columns``.
     """
     h = hessian.float()
     size = _ELEMENTS if weight.device.type == "cpu" else _ELEMENTS_GPU
@@ -44,18 +50,18 @@ def refine(
         w, c, s, z = weight[part].float(), codes[part], scales[part], None if zeros is None else zeros[part]
         held = row_losses(w, c, s, z, scheme, h)
         for _ in range(sweeps):
-            c, _, held = _keep_better(w, (descend(w, c, s, z, scheme, h), s), (c, s), held, z, scheme, h)
+            c, _, held = _keep_better(w, (descend(w, c, s, z, scheme, h, descent), s), (c, s), held, z, scheme, h)
             if refit:
                 _, s, held = _keep_better(w, (c, fit_scales(w, c, s, z, scheme, h)), (c, s), held, z, scheme, h)
         found.append((c, s))
     return torch.cat([c for c, _ in found]), torch.cat([s for _, s in found])
 
 
-def descend(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor) -> Tensor:
-    """One sweep over the columns, from left to right: uint8 ``[out, in]``. h: float32 ``[in, in]``.
-
-    Works on the transpose, as GPTQ does. ``pull`` is the gradient's half, ``(D H)_j``, of the block's columns as they stand.
-    """
+def descend(
+    weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor,
+    descent: Descent | None = None,
+) -> Tensor:  # fmt: skip
+    """One sweep over the columns, from left to right: uint8 ``[out, in]``. h: float32 ``[in, in]``. Works on the transpose, as GPTQ does."""
     width = weight.shape[1]
     target = weight.t().contiguous()
     step = affine.expand_groups(scales.float(), width, scheme).t().contiguous()
@@ -65,18 +71,30 @@ def descend(weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None,
     found = codes.t().float().contiguous()
     error = target - (found - offset) * step
     for start in range(0, width, BLOCK):
-        end = min(start + BLOCK, width)
-        own = h[start:end, start:end].contiguous()
-        pull = h[start:end] @ error
-        for j in range(start, end):
-            at = j - start
-            best = target[j] - error[j] + pull[at] / own[at, at]
-            code = (best / step[j]).add_(offset[j]).round_().clamp_(0, scheme.levels - 1)
-            change = (found[j] - code).mul_(step[j])  # of the error
-            found[j] = code
-            error[j] += change
-            pull[at:].addr_(own[at, at:], change)
+        part = slice(start, min(start + BLOCK, width))
+        own, pull = h[part, part].contiguous(), h[part] @ error
+        (descent or descend_columns)(
+            target[part], error[part], found[part], step[part], offset[part], own, pull, scheme.levels - 1
+        )
     return found.t().contiguous().to(torch.uint8)
+
+
+def descend_columns(
+    target: Tensor, error: Tensor, found: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int
+) -> None:
+    """One block of columns: choose each code again, and tell the block's later columns.
+
+    All float32 ``[columns, out]``: target, the weights; error, what they lack, and found, their codes, both changed in place; step, offset: scale
+    and zero of each; pull: the gradient's half, ``(D H)_j``, of the columns as they stand, overwritten. own: ``[columns, columns]``, H's block
+    on its diagonal. top: the largest code.
+    """
+    for j in range(len(target)):
+        best = target[j] - error[j] + pull[j] / own[j, j]
+        code = (best / step[j]).add_(offset[j]).round_().clamp_(0, top)
+        change = (found[j] - code).mul_(step[j])  # of the error
+        found[j] = code
+        error[j] += change
+        pull[j + 1 :] += torch.outer(own[j, j + 1 :], change)  # not ``addr_``, see round_columns
 
 
 def fit_scales(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED, Scales, Solution
 from quantkit.algorithms.awq import awq
-from quantkit.algorithms.gptq import ColumnLoop, GPTQOptions, gptq, proxy_loss
+from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq, proxy_loss
 from quantkit.algorithms.hqq import hqq
 from quantkit.algorithms.kv import LayerRanges
 from quantkit.algorithms.rtn import rtn
@@ -158,12 +158,12 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, group: InputGroup) -> Sol
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
         return gptq(
-            weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales), _columns(weight.device), group.cross
+            weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales), _loops(weight.device), group.cross
         )
     if o.method == "hqq":
         return hqq(weight, scheme, scales, None if hessian is None else hessian.diagonal())
     if o.method == "tune" and hessian is not None and scales == "search":
-        return _nearest(weight, gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping), _columns(weight.device)))
+        return _nearest(weight, gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping), _loops(weight.device)))
     if o.method in ("awq", "tune") and hessian is not None:
         return awq(weight, hessian, scheme, scales, o.damping)
     if o.method in CALIBRATED and o.method != "smooth":
@@ -179,13 +179,17 @@ def _nearest(weight: Tensor, solution: Solution) -> Solution:
     return replace(solution, quantized=QuantTensor(codes, q.scales, q.zeros, q.scheme))
 
 
-def _columns(device: torch.device) -> ColumnLoop | None:
-    """What rounds columns there: one kernel for a block of them on a GPU."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return None
-    from quantkit.runtime.kernels.triton_gptq import round_columns
+def _loops(device: torch.device) -> Loops:
+    """What visits columns there: compiled kernels where their library is installed. The codes are the same."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from quantkit.runtime.kernels import triton_gptq
 
-    return round_columns
+        return Loops(triton_gptq.round_columns)
+    if device.type == "cpu" and find_spec("numba") is not None:
+        from quantkit.runtime.kernels import cpu_numba_gptq
+
+        return Loops(cpu_numba_gptq.round_columns, cpu_numba_gptq.descend_columns)
+    return Loops()
 
 
 def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:

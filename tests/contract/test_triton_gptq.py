@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton_cases import INTERPRETED, passes_in_the_interpreter
 
-from quantkit.algorithms.gptq import GPTQOptions, gptq, round_columns
+from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq, round_columns
 from quantkit.core.scheme import Scheme
 
 if not INTERPRETED:
@@ -37,7 +37,7 @@ else:
         options = GPTQOptions(scales="minmax")
         hessian = x.t() @ x / 300
         plain = gptq(weight, hessian, scheme, options).quantized
-        assert gptq(weight, hessian, scheme, options, triton_gptq.round_columns).quantized.equal(plain)
+        assert gptq(weight, hessian, scheme, options, Loops(triton_gptq.round_columns)).quantized.equal(plain)
 
     @pytest.mark.parametrize("transposed", [False, True])
     def test_errors_are_those_of_the_loop_wherever_the_factor_lies(transposed: bool) -> None:

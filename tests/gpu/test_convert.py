@@ -15,7 +15,7 @@ import torch
 from architectures import tiny_model
 
 import quantkit
-from quantkit.algorithms.gptq import GPTQOptions, gptq
+from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.transfer import hold
 from quantkit.checkpoint.source import open_source
@@ -47,7 +47,7 @@ def test_the_kernel_decides_what_the_cpus_loop_decides(scheme: Scheme, shape: tu
     weight, hessian = problem(*shape)
     options = GPTQOptions(scales="minmax")
     here = gptq(weight, hessian, scheme, options).quantized
-    there = gptq(weight.to(CUDA), hessian.to(CUDA), scheme, options, round_columns).quantized.to("cpu")
+    there = gptq(weight.to(CUDA), hessian.to(CUDA), scheme, options, Loops(round_columns)).quantized.to("cpu")
     assert float((there.codes == here.codes).float().mean()) >= 0.999
     assert torch.equal(there.scales, here.scales)
 
