@@ -18,7 +18,8 @@ SHAPES = [(1, 1), (48, 40), (128, 64), (37, 700), (96, 1101)]  # columns, rows: 
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(cpu_numba_gptq, "SHARE", 1 << 17)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param

@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.runtime.kernels.cpu_numba import jit
 
 LANES = 64  # rows of the weight at a time: of 128 columns 32 KB
-SHARE = 256  # rows: fewer are not worth a thread
+SHARE = 1 << 24  # products: fewer, some 3 ms, are not worth a thread
 ROUNDER = np.float32(8388608.0)  # 2**23: a number from 0 to 255 added to it and taken off again is rounded to even
 LOWEST = np.float32(0.0)
 
@@ -93,7 +93,7 @@ def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top
     """Like ``algorithms.gptq.round_columns``. rest, step, offset: float32 ``[columns, out]``, contiguous."""
     codes, errors = torch.empty(rest.shape, dtype=torch.uint8), torch.empty_like(rest)
     arrays = [each.numpy() for each in (rest, upper, step, offset, codes, errors)]
-    _in_shares(rest.shape[1], lambda first, last: _round(*arrays, np.float32(top), first, last))
+    _in_shares(rest.shape, lambda first, last: _round(*arrays, np.float32(top), first, last))
     return codes, errors
 
 
@@ -102,12 +102,13 @@ def descend_columns(
 ) -> None:
     """Like ``algorithms.refine.descend_columns``."""
     arrays = [each.numpy() for each in (target, error, found, step, offset, own, pull)]
-    _in_shares(target.shape[1], lambda first, last: _descend(*arrays, np.float32(top), first, last))
+    _in_shares(target.shape, lambda first, last: _descend(*arrays, np.float32(top), first, last))
 
 
-def _in_shares(rows: int, work: Callable[[int, int], None]) -> None:
-    """All rows, on as many threads as torch has, each a part in whole LANES."""
-    parts = max(1, min(torch.get_num_threads(), rows // SHARE))
+def _in_shares(shape: torch.Size, work: Callable[[int, int], None]) -> None:
+    """All rows of ``[columns, out]``, on no more threads than torch has, each a part in whole LANES."""
+    columns, rows = shape
+    parts = max(1, min(torch.get_num_threads(), columns * columns * rows // SHARE))
     share = -(-rows // (parts * LANES)) * LANES
     starts = range(0, rows, share)
     if len(starts) == 1:
