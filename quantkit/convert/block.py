@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED, Scales, Solution
 from quantkit.algorithms.awq import awq
-from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq, proxy_loss
+from quantkit.algorithms.gptq import GPTQOptions, gptq, proxy_loss
 from quantkit.algorithms.hqq import hqq
 from quantkit.algorithms.kv import LayerRanges
 from quantkit.algorithms.rtn import rtn
+from quantkit.convert.device import column_loops
 from quantkit.convert.plan import Plan, Target
 from quantkit.convert.report import LayerReport
 from quantkit.convert.tuning import Lesson, tune_block
@@ -158,12 +158,19 @@ def _solve(plan: Plan, weight: Tensor, scheme: Scheme, group: InputGroup) -> Sol
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
         return gptq(
-            weight, hessian, scheme, GPTQOptions(damping=o.damping, scales=scales), _loops(weight.device), group.cross
+            weight,
+            hessian,
+            scheme,
+            GPTQOptions(damping=o.damping, scales=scales),
+            column_loops(weight.device),
+            group.cross,
         )
     if o.method == "hqq":
         return hqq(weight, scheme, scales, None if hessian is None else hessian.diagonal())
     if o.method == "tune" and hessian is not None and scales == "search":
-        return _nearest(weight, gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping), _loops(weight.device)))
+        return _nearest(
+            weight, gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping), column_loops(weight.device))
+        )
     if o.method in ("awq", "tune") and hessian is not None:
         return awq(weight, hessian, scheme, scales, o.damping)
     if o.method in CALIBRATED and o.method != "smooth":
@@ -177,19 +184,6 @@ def _nearest(weight: Tensor, solution: Solution) -> Solution:
     q = solution.quantized
     codes = affine.quantize(weight, q.scales, q.zeros, q.scheme)
     return replace(solution, quantized=QuantTensor(codes, q.scales, q.zeros, q.scheme))
-
-
-def _loops(device: torch.device) -> Loops:
-    """What visits columns there: compiled kernels where their library is installed. The codes are the same."""
-    if device.type == "cuda" and find_spec("triton") is not None:
-        from quantkit.runtime.kernels import triton_gptq
-
-        return Loops(triton_gptq.round_columns)
-    if device.type == "cpu" and find_spec("numba") is not None:
-        from quantkit.runtime.kernels import cpu_numba_gptq
-
-        return Loops(cpu_numba_gptq.round_columns, cpu_numba_gptq.descend_columns)
-    return Loops()
 
 
 def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:

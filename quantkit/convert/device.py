@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 
+from quantkit.algorithms.gptq import Loops
 from quantkit.calibrate.products import products
 from quantkit.convert.memory import Prediction
 from quantkit.core.host import release_free_memory, size_text
@@ -30,6 +32,20 @@ def check_device(device: torch.device, need: Prediction) -> list[str]:
         f"{device}: {size_text(need.device)} of its memory are needed, {size_text(free)} are free. "
         "Free some of it, choose another GPU (--device cuda:1), or --device cpu."
     ]
+
+
+def column_loops(device: torch.device) -> Loops:
+    """What visits GPTQ's columns there: compiled kernels where their library is installed, in memory from the first call on. The codes are the same."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from quantkit.runtime.kernels import triton_gptq
+
+        return Loops(triton_gptq.round_columns)
+    if device.type == "cpu" and find_spec("numba") is not None:
+        from quantkit.runtime.kernels import cpu_numba_gptq
+
+        cpu_numba_gptq.load()
+        return Loops(cpu_numba_gptq.round_columns, cpu_numba_gptq.descend_columns)
+    return Loops()
 
 
 @contextlib.contextmanager

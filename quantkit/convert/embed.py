@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.transfer import hold
-from quantkit.convert.memory import BATCH_TOKENS
+from quantkit.convert.memory import batch_tokens
 from quantkit.errors import UnsupportedModel
-from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.skeleton import Blocks, Weights, block_linears
 from quantkit.model.stepper import Call, record, same_call
 
 SHORT = 8  # tokens that show who reads whose output
@@ -28,11 +28,11 @@ class Embedded(NamedTuple):
 
 def embed(
     model: nn.Module, blocks: Blocks, weights: Weights, ids: Tensor, device: torch.device, stored: list[Tensor] | None,
-    tokens: int = BATCH_TOKENS, replaced: Mapping[str, Tensor] | None = None,
+    tokens: int | None = None, replaced: Mapping[str, Tensor] | None = None,
 ) -> Embedded:  # fmt: skip
     """Hidden states in front of block 0, and the arguments of all blocks.
 
-    tokens: of a batch at most. replaced: other values for some parameters, by name (quantized embeddings). With ``stored`` states only the
+    tokens: of a batch at most; ``batch_tokens`` if None. replaced: other values for some parameters, by name (quantized embeddings). With ``stored`` states only the
     arguments are found out. Raises UnsupportedModel if the arguments depend on the tokens.
     """
     names = before_blocks(weights, blocks)
@@ -42,6 +42,9 @@ def embed(
             model.get_submodule(owner)._parameters[local] = nn.Parameter(replaced[name].cpu(), requires_grad=False)
         else:
             weights.load_parameter(name)
+    if tokens is None:
+        widest = max(one.in_features for block in blocks.modules for one in block_linears(block).values())
+        tokens = batch_tokens(widest, device.type == "cpu")
     size = _batch_size(len(ids), max(1, tokens // ids.shape[1]))
     states = [hold(state, device) for state in stored or []]
     calls: list[Call] = []

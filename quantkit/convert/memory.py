@@ -10,12 +10,13 @@ from typing import Any
 from quantkit.algorithms.tune import COPIES
 from quantkit.calibrate.transfer import ON_DEVICE
 from quantkit.core.affine import SEARCH_ELEMENTS_GPU
-from quantkit.core.host import current_rss, peak_rss
+from quantkit.core.host import LARGE, current_rss, peak_rss
 
 CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
 GENERATE_BYTES = 2 * 10**9  # the written model is loaded and run if it takes no more, or no more than the job did
 KERNEL_BYTES = 130 << 20  # numba 55 MB, compiled kernels 75 MB
 BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
+FEWEST_TOKENS = 1024  # adding to a wide Hessian costs as much as what is added, with fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +115,18 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     )  # states are gone when the output is assembled
 
 
+def batch_tokens(widest: int, on_cpu: bool) -> int:
+    """Tokens per forward of a block whose linears have up to ``widest`` inputs. On a CPU so few that activations are reused from the heap
+    (``core.host.map_large_blocks``), if that is possible with enough of them."""
+    small = LARGE // (4 * widest)
+    return small if on_cpu and FEWEST_TOKENS <= small < BATCH_TOKENS else BATCH_TOKENS
+
+
 def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     """Those of the loop over the blocks, and of filling the states in front of it. away: blocks are worked on elsewhere."""
     f32 = 4
     states = (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32
-    batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
+    batch = min(sizes.tokens, max(batch_tokens(max(sizes.widths, default=1), not away), sizes.seq_len))
     if away:  # torch rounds pinned blocks up to a power of two
         states = _pinned(states, batch * sizes.hidden * f32)
     hessians = 0 if away or not sizes.calibrated else (1 + sizes.crossed) * sum(w * w for w in sizes.widths) * 8

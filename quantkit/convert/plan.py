@@ -16,7 +16,7 @@ from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.allocation import Allocation, cache_bytes, plan_allocation, with_allocation
-from quantkit.convert.device import check_device
+from quantkit.convert.device import check_device, column_loops
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, predict
 from quantkit.convert.options import ConvertOptions
@@ -132,6 +132,8 @@ def make_plan(options: ConvertOptions) -> Plan:
     sizes = count_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows)
     if allocation is not None:
         sizes = with_allocation(sizes, allocation, weights, blocks)
+    if options.method in ("gptq", "tune"):
+        column_loops(device)  # in memory from here on
     prediction = predict(sizes, device.type)
     problems += check_room(options, prediction) + check_device(device, prediction)
     warnings = [

@@ -19,7 +19,7 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
 from quantkit.convert.device import release_memory, working_on
 from quantkit.convert.embed import embed
-from quantkit.convert.memory import BATCH_TOKENS
+from quantkit.convert.memory import batch_tokens
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.sizes import kv_sample_bytes
 from quantkit.convert.windows import read_windows
@@ -88,8 +88,9 @@ def _host_bytes(model: nn.Module, options: ConvertOptions) -> int:
     config: Any = model.config
     blocks = find_blocks(model)
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks.modules)
-    widths = sum(one.in_features + one.out_features for one in block_linears(blocks.modules[0]).values())
-    batch = max(BATCH_TOKENS, options.seq_len)
+    linears = block_linears(blocks.modules[0]).values()
+    widths = sum(one.in_features + one.out_features for one in linears)
+    batch = max(batch_tokens(max(one.in_features for one in linears), True), options.seq_len)
     embedding = 2 * sum(p.numel() for p in model.get_input_embeddings().parameters())  # type: ignore[operator]
     states = options.samples * options.seq_len * config.hidden_size
     return int(4 * (states + max(embedding, largest + batch * widths)) + kv_sample_bytes(config, options))

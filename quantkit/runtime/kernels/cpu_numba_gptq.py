@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import torch
@@ -87,6 +88,14 @@ def _descend(target, error, found, step, offset, own, pull, top, first, last):
                 lost[r] += change[r]
             for k in range(j + 1, columns):
                 _add(pull[k, begin:end], own[j, k], change)
+
+
+@cache
+def load() -> None:
+    """Compile both, or fetch them from numba's cache: 130 MB with numba itself, which should be there before memory is foretold."""
+    one = torch.ones(1, 1)
+    round_columns(one.clone(), one, one, one, 1)
+    descend_columns(one, one.clone(), one.clone(), one, one, one, one.clone(), 1)
 
 
 def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top: int) -> tuple[Tensor, Tensor]:
