@@ -45,7 +45,7 @@ def embed(
     if tokens is None:
         widest = max(one.in_features for block in blocks.modules for one in block_linears(block).values())
         tokens = batch_tokens(widest, device.type == "cpu")
-    size = _batch_size(len(ids), max(1, tokens // ids.shape[1]))
+    size = len(stored[0]) if stored else _batch_size(len(ids), max(1, tokens // ids.shape[1]))
     states = [hold(state, device) for state in stored or []]
     calls: list[Call] = []
     for batch in torch.split(ids if stored is None else ids[:size], size):

@@ -37,6 +37,7 @@ from quantkit.convert.plan import Plan, make_plan
 from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
 from quantkit.convert.sample import generate_sample
+from quantkit.convert.scan import refuse_non_finite
 from quantkit.convert.settle import settle
 from quantkit.convert.tuning import Lesson
 from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
@@ -108,6 +109,8 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     started = time.perf_counter() if started is None else started
     work = Work(plan)
     try:
+        if plan.options.needs_data and not work.resumed:  # resumed, it was looked at
+            refuse_non_finite(plan.weights, lambda done, total: listen(Progress("read", done, total)))
         if plan.windows is not None and plan.windows.ids.is_meta:
             text, samples = work.text() or _own_text(plan, work, listen), plan.options.samples
             plan.windows = replace(text, ids=text.ids[:samples])

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit import convert
+from quantkit.errors import NumericsError
+
 Run = Callable[..., Any]
 
 
@@ -372,3 +375,26 @@ def test_python_refuses_what_the_command_line_refuses(tiny_original: Path, tmp_p
 
     with pytest.raises(RequestError, match="--calibration, --samples have no effect"):
         quantkit.convert(tiny_original, tmp_path / "out", method="rtn", samples=4, calibration="self")
+
+
+def test_weights_that_are_not_finite_are_found_before_any_block_is_worked_on(
+    tiny_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """All of them, wherever they are; nothing is left behind."""
+
+    def change(t: dict[str, torch.Tensor]) -> None:
+        t["model.layers.2.self_attn.k_proj.weight"][0, :3] = float("nan")
+        t["model.norm.weight"][1] = float("inf")
+
+    save(tiny_model, change)
+    stages: list[str] = []
+    options: dict[str, Any] = {"method": "gptq", "group_size": 32, "samples": 2, "seq_len": 32}
+    with pytest.raises(NumericsError) as caught:
+        convert(
+            tiny_model, tmp_path / "out", calibration=str(calibration_text),
+            on_progress=lambda progress: stages.append(progress.stage), **options,
+        )  # fmt: skip
+    assert "'model.layers.2.self_attn.k_proj.weight' holds 3 NaN" in str(caught.value)
+    assert "'model.norm.weight' holds 1 NaN" in str(caught.value)
+    assert set(stages) == {"read"}
+    assert not list(tmp_path.glob("*out*"))

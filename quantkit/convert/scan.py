@@ -1,0 +1,46 @@
+"""A look at every weight before hours are spent: a NaN in the last block would otherwise be found behind the work on all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.source import Source
+from quantkit.errors import NumericsError
+from quantkit.model.rotate import RotatedSource
+from quantkit.model.skeleton import Weights
+
+
+def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> None:
+    """Reads what the model is made of once, a tensor (of fused experts: one expert) at a time. listen: tensors done, and all.
+
+    Raises NumericsError, naming every tensor that holds NaN or infinite values.
+    """
+    source = weights.source
+    if isinstance(source, RotatedSource):
+        source = source.original  # as stored: rotating takes longer than reading
+    stored = set(source.names())
+    names = sorted({one.name for one in weights.sources.values()} & stored)
+    entries = {one.name for one in weights.sources.values() if one.index is not None}
+    bad = []
+    for done, name in enumerate(names):
+        listen(done, len(names))
+        count = sum(int((~torch.isfinite(value)).sum()) for value in _pieces(source, name, name in entries))
+        if count:
+            bad.append(f"tensor {name!r} holds {count} NaN or infinite values")
+    listen(len(names), len(names))
+    if bad:
+        more = f"; and {len(bad) - 5} tensors more" if len(bad) > 5 else ""
+        raise NumericsError(
+            f"{source.path}: {'; '.join(bad[:5])}{more}. The file is damaged or the training diverged; nothing sensible can be quantized from it."
+        )
+
+
+def _pieces(source: Source, name: str, entries: bool) -> Iterator[Tensor]:
+    if not entries:
+        yield source.read(name)
+        return
+    for index in range(source.info(name).shape[0]):
+        yield source.read_entry(name, index)
