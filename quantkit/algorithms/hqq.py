@@ -75,11 +75,13 @@ def channel_factors(size: Tensor, exponent: float) -> Tensor:
 def hqq(weight: Tensor, scheme: Scheme, scales: Scales = "search", importance: Tensor | None = None) -> Solution:
     """Round ``weight`` [out, in], already scaled, for a small ``sum_j importance_j * e_j**2``.
 
-    importance: mean square of each input, float ``[in]``; None: all alike. ``scales="minmax"`` takes the extremes. Never worse by that sum
+    importance: mean square of each input, float ``[in]``; None, or nothing but zeros: all alike. Raises NumericsError if it is not finite. ``scales="minmax"`` takes the extremes. Never worse by that sum
     than rounding with the extremes. Rows do not influence one another.
     """
     gain = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.float()
-    if not bool(torch.isfinite(gain).all()) or float(gain.sum()) <= 0:
+    if not bool(torch.isfinite(gain).all()):
+        raise NumericsError("the size of its inputs is not finite")
+    if float(gain.sum()) <= 0:  # no input was ever anything but zero
         gain = torch.ones_like(gain)
     if scales == "minmax":
         step, zeros = affine.minmax_params(weight, scheme)

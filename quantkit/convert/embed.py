@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quantkit.calibrate.transfer import hold
 from quantkit.convert.memory import batch_tokens
+from quantkit.core.precision import exact_products
 from quantkit.errors import UnsupportedModel
 from quantkit.model.skeleton import Blocks, Weights, block_linears
 from quantkit.model.stepper import Call, record, same_call
@@ -26,6 +27,7 @@ class Embedded(NamedTuple):
     single: list[Call]
 
 
+@exact_products()  # angles of rotary embeddings are products of positions: bf16 has no 1023
 def embed(
     model: nn.Module, blocks: Blocks, weights: Weights, ids: Tensor, device: torch.device, stored: list[Tensor] | None,
     tokens: int | None = None, replaced: Mapping[str, Tensor] | None = None,

@@ -84,11 +84,17 @@ def test_permuting_outputs_permutes_codes() -> None:
     assert torch.equal(hqq(w[order], scheme).quantized.codes, hqq(w, scheme).quantized.codes[order])
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(24), torch.full((24,), torch.nan)])
-def test_without_usable_importance_all_inputs_count_alike(bad: torch.Tensor) -> None:
+def test_where_no_input_was_ever_anything_but_zero_all_count_alike() -> None:
     w = torch.randn(6, 24, generator=torch.Generator().manual_seed(4))
     scheme = Scheme(4, 8, symmetric=False)
-    assert hqq(w, scheme, "search", bad).quantized.equal(hqq(w, scheme).quantized)
+    assert hqq(w, scheme, "search", torch.zeros(24)).quantized.equal(hqq(w, scheme).quantized)
+
+
+def test_an_importance_that_is_not_finite_is_refused() -> None:
+    spoiled = torch.ones(24)
+    spoiled[3] = torch.nan
+    with pytest.raises(NumericsError, match="not finite"):
+        hqq(torch.ones(6, 24), Scheme(4, 8, symmetric=False), "search", spoiled)
 
 
 def test_zero_weights_stay_zero() -> None:
