@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,11 @@ class ConvertReport:
             *([] if self.products is None else [f"  ran in    {WORDS[self.products]}"]),
             f"  checked   {self.verified_tensors} tensors read back and equal to what was decided",
         ]
+        schemes = Counter(layer.scheme for layer in self.layers)
+        if len(schemes) > 1 and self.allocation is None:
+            lines.insert(
+                1, f"  schemes   {', '.join(f'{scheme} x {count}' for scheme, count in schemes.most_common())}"
+            )
         if self.sample is not None:
             shown = f"{self.sample['prompt']} -> {self.sample['text']}"
             lines.append(f"  sample    {' '.join(shown.split())}")

@@ -73,3 +73,12 @@ def test_the_report_names_the_preset_and_a_repack_refuses_one(tiny_original: Pat
         quantkit.convert(tmp_path / "fast", tmp_path / "again", preset="fast")
     again = quantkit.convert(tmp_path / "fast", tmp_path / "again", format="native", samples=128, fold=False)
     assert again.repacked_from == "compressed-tensors"
+
+
+def test_the_report_counts_schemes_where_there_are_several(tiny_original: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"method": "rtn", "group_size": 32, "rules": ["*.down_proj=bits:8"]}
+    report = quantkit.convert(tiny_original, tmp_path / "out", **options)
+    blocks = len({layer.name.split(".")[2] for layer in report.layers})
+    assert f"  schemes   W4 g32 asym x {6 * blocks}, W8 g32 asym x {blocks}" in report.table().splitlines()
+    del options["rules"]
+    assert "schemes" not in quantkit.convert(tiny_original, tmp_path / "other", **options).table()
