@@ -81,4 +81,4 @@ def test_the_report_counts_schemes_where_there_are_several(tiny_original: Path, 
     blocks = len({layer.name.split(".")[2] for layer in report.layers})
     assert f"  schemes   W4 g32 asym x {6 * blocks}, W8 g32 asym x {blocks}" in report.table().splitlines()
     del options["rules"]
-    assert "schemes" not in quantkit.convert(tiny_original, tmp_path / "other", **options).table()
+    assert "  schemes " not in quantkit.convert(tiny_original, tmp_path / "other", **options).table()
