@@ -16,6 +16,7 @@ CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
 GENERATE_BYTES = 2 * 10**9  # the written model is loaded and run if it takes no more, or no more than the job did
 KERNEL_BYTES = 130 << 20  # numba 55 MB, compiled kernels 75 MB
 BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
+GRADIENTS = 80 * 2**20  # torch's code for gradients, which is mapped when they are first computed (52 MB), and its pools
 FEWEST_TOKENS = 1024  # adding to a wide Hessian costs as much as what is added, with fewer
 
 
@@ -102,7 +103,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     if sizes.measuring and not away:
         phases["measure"] = sizes.measuring
     if sizes.distil_states:
-        phases["distil"] = sizes.distil_states + (0 if away else sizes.distil)
+        phases["distil"] = sizes.distil_states + (0 if away else sizes.distil + GRADIENTS)
     if sizes.outside_bytes:
         phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
     if sizes.packed_model <= max(GENERATE_BYTES, *phases.values()):
@@ -139,7 +140,7 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
         inner = 0 if away else batch * (sizes.inner + sizes.crossed * sum(sizes.widths)) * f32
         phases["block"] = held + inner + sizes.kv_sample_bytes
     if sizes.tuned and not away:
-        phases["tune"] = held + _learning(sizes)
+        phases["tune"] = held + _learning(sizes) + GRADIENTS
     if sizes.fold and not away:
         phases["fold"] = held + sizes.fold
     if away:  # codes, and what is packed of them

@@ -12,6 +12,8 @@ from quantkit.errors import NumericsError
 from quantkit.model.rotate import RotatedSource
 from quantkit.model.skeleton import Weights
 
+AT_ONCE = 1 << 22  # weights: the temporaries of a whole embedding would be more than it
+
 
 def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> None:
     """Reads what the model is made of once, a tensor (of fused experts: one expert) at a time. listen: tensors done, and all.
@@ -27,7 +29,8 @@ def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> N
     bad = []
     for done, name in enumerate(names):
         listen(done, len(names))
-        count = sum(int((~torch.isfinite(value)).sum()) for value in _pieces(source, name, name in entries))
+        pieces = (part for value in _pieces(source, name, name in entries) for part in value.flatten().split(AT_ONCE))
+        count = sum(int((~torch.isfinite(part)).sum()) for part in pieces)
         if count:
             bad.append(f"tensor {name!r} holds {count} NaN or infinite values")
     listen(len(names), len(names))
