@@ -16,7 +16,9 @@ CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
 GENERATE_BYTES = 2 * 10**9  # the written model is loaded and run if it takes no more, or no more than the job did
 KERNEL_BYTES = 130 << 20  # numba 55 MB, compiled kernels 75 MB
 BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
-GRADIENTS = 80 * 2**20  # torch's code for gradients, which is mapped when they are first computed (52 MB), and its pools
+GRADIENTS = (
+    80 * 2**20
+)  # torch's code for gradients, which is mapped when they are first computed (52 MB), and its pools
 FEWEST_TOKENS = 1024  # adding to a wide Hessian costs as much as what is added, with fewer
 
 

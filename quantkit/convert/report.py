@@ -63,7 +63,8 @@ class ConvertReport:
     method_options: dict[str, Any] = field(default_factory=dict)  # see ConvertOptions
     layers: list[LayerReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # of this process
+    resumed: bool = False  # others worked on it before
     peak_host_bytes: int = 0
     predicted_host_bytes: int = 0
     peak_device_bytes: int = 0
@@ -149,6 +150,7 @@ class ConvertReport:
             "rotated": self.rotated,
             "products": self.products,
             "seconds": round(self.seconds, 1),
+            "resumed": self.resumed,
             "peak_host_bytes": self.peak_host_bytes,
             "predicted_host_bytes": self.predicted_host_bytes,
             "peak_device_bytes": self.peak_device_bytes,
@@ -178,7 +180,7 @@ class ConvertReport:
             + (f", {label_words(self.kv_bits)}" if self.kv_bits != 16 else ""),
             f"  size      {_mb(self.source_bytes)} -> {_mb(self.output_bytes)} "
             f"({_change(self.source_bytes, self.output_bytes)}), {self.bits_per_weight:.3f} bits per quantized weight",
-            f"  time      {self.seconds:.0f} s, peak memory {_mb(self.peak_host_bytes)} (predicted {_mb(self.predicted_host_bytes)})",
+            f"  time      {self.seconds:.0f} s{' since it was resumed' if self.resumed else ''}, peak memory {_mb(self.peak_host_bytes)} (predicted {_mb(self.predicted_host_bytes)})",
             *([] if self.products is None else [f"  ran in    {WORDS[self.products]}"]),
             f"  checked   {self.verified_tensors} tensors read back and equal to what was decided",
         ]

@@ -158,7 +158,7 @@ class Work:
     def leave(self, error: BaseException) -> str:
         """After an error: keep the folder if a resumed job could get further, else remove everything.
 
-        Returns what to tell the user, "" if nothing is kept.
+        Returns what to tell the user, "" if an error left nothing to go on from.
         """
         kept = any((self.folder / "parts").glob("*.json")) or any(
             (self.folder / name).exists() for name in ("text.json", "measured.json")
@@ -166,7 +166,8 @@ class Work:
         if isinstance(error, INCURABLE) or not kept:
             self.writer.abandon()
             self.remove()
-            return ""
+            stopped = isinstance(error, KeyboardInterrupt)
+            return "No block was finished, so nothing is kept: the same command starts anew." if stopped else ""
         self.release()
         return f"Finished blocks are kept in {self.folder}: the same command with --resume goes on from there."
 

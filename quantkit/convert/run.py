@@ -165,6 +165,7 @@ class _Conversion:
             warnings=plan.warnings,
             drawn=o.draws,
             products=plan.products,
+            resumed=work.resumed,
         )
         self.report.engines = lint_plan(plan)
         self.report.allocation = plan.allocated

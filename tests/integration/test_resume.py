@@ -112,6 +112,8 @@ def test_an_error_leaves_a_job_that_can_go_on(
     report = convert(resume=True, on_progress=lambda progress: seen.append((progress.stage, progress.done)))
     assert seen[0] == ("blocks", 1)  # the states in front of block 1 were stored: block 0 is not done again
     assert len(report.layers) == 21
+    assert " s since it was resumed" in report.table()
+    assert report.to_json()["resumed"]
     assert digest(tmp_path / "out") == wanted
     assert not work.exists()
 
@@ -354,6 +356,7 @@ def test_an_interrupted_command_says_how_to_go_on(
     assert done.stderr.strip().startswith("Error: Interrupted.")
     assert "Traceback" not in done.stderr
     assert ("--resume" in done.stderr) == (block > 0)
+    assert ("starts anew" in done.stderr) == (block == 0)
     assert [p.name for p in tmp_path.iterdir()] == ([".out.work"] if block else [])
 
 
