@@ -14,6 +14,7 @@ from quantkit.convert.memory import Prediction
 from quantkit.core.host import release_free_memory, size_text
 from quantkit.core.precision import exact_products
 from quantkit.errors import QuantkitError
+from quantkit.runtime import workers
 
 
 def device_name(device: torch.device) -> str:
@@ -40,11 +41,10 @@ def column_loops(device: torch.device) -> Loops:
         from quantkit.runtime.kernels import triton_gptq
 
         return Loops(triton_gptq.round_columns)
-    if device.type == "cpu" and find_spec("numba") is not None:
-        from quantkit.runtime.kernels import cpu_numba_gptq
-
-        cpu_numba_gptq.load()
-        return Loops(cpu_numba_gptq.round_columns, cpu_numba_gptq.descend_columns)
+    if device.type == "cpu" and workers.available():
+        kernels = workers.compiled("gptq")
+        kernels.load()
+        return Loops(kernels.round_columns, kernels.descend_columns)
     return Loops()
 
 

@@ -12,7 +12,7 @@ from quantkit.calibrate.transfer import hold
 from quantkit.convert.memory import batch_tokens
 from quantkit.core.precision import exact_products
 from quantkit.errors import UnsupportedModel
-from quantkit.model.skeleton import Blocks, Weights, block_linears
+from quantkit.model.skeleton import Blocks, Weights, widest_input
 from quantkit.model.stepper import Call, record, same_call
 
 SHORT = 8  # tokens that show who reads whose output
@@ -45,8 +45,7 @@ def embed(
         else:
             weights.load_parameter(name)
     if tokens is None:
-        widest = max(one.in_features for block in blocks.modules for one in block_linears(block).values())
-        tokens = batch_tokens(widest, device.type == "cpu")
+        tokens = batch_tokens(widest_input(blocks), device.type == "cpu")
     size = len(stored[0]) if stored else _batch_size(len(ids), max(1, tokens // ids.shape[1]))
     states = [hold(state, device) for state in stored or []]
     calls: list[Call] = []

@@ -14,11 +14,10 @@ from quantkit.core.host import LARGE, current_rss, peak_rss
 
 CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
 GENERATE_BYTES = 2 * 10**9  # the written model is loaded and run if it takes no more, or no more than the job did
-KERNEL_BYTES = 130 << 20  # numba 55 MB, compiled kernels 75 MB
+NUMBA_BYTES = 55 << 20
+KERNEL_BYTES = NUMBA_BYTES + (75 << 20)  # with the compiled kernels
 BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
-GRADIENTS = (
-    80 * 2**20
-)  # torch's code for gradients, which is mapped when they are first computed (52 MB), and its pools
+GRADIENTS = 80 << 20  # torch's code for them, which is mapped when they are first computed (52 MB), and its pools
 FEWEST_TOKENS = 1024  # adding to a wide Hessian costs as much as what is added, with fewer
 
 
@@ -52,7 +51,8 @@ class Sizes:
     stored_itemsize: int
     largest_plain: int  # elements of the largest tensor copied unchanged
     block: int  # parameters of the largest block
-    widths: tuple[int, ...]  # in_features of each distinct input of a block
+    widths: tuple[int, ...]  # in_features of each distinct input of the largest block
+    widest: int  # in_features of any linear of any block
     largest_parameter: int  # elements of the largest parameter of a block
     largest_group: int  # elements of the largest stack of linears with one input
     inner: int  # activations per token inside a block
@@ -79,7 +79,9 @@ class Sizes:
 def kernel_bytes() -> int:
     """What running a packed model adds for numba and its compiled kernels, if they are there and not loaded yet."""
     loaded = "quantkit.runtime.kernels.cpu_numba_pool" in sys.modules
-    return 0 if loaded or importlib.util.find_spec("numba") is None else KERNEL_BYTES
+    if loaded or importlib.util.find_spec("numba") is None:
+        return 0
+    return KERNEL_BYTES - (NUMBA_BYTES if "numba" in sys.modules else 0)
 
 
 def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
@@ -92,6 +94,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
     self:   the whole model with its cache, before anything else
     measure: what each choice of bits does: head and embeddings, states and gradients of its few windows, a block or a part of the logits
+    tune, measure and distil: torch's code for gradients
     distil: states of both models + all codes, where they are held + what learns, with Adam's moments + the parts outside the blocks,
             those that are quantized twice: the original's and the dequantized + one step: states in front of every block, one block's weights and activations with their gradients, a few tokens' logits
     outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
@@ -103,7 +106,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     if sizes.whole and not away:
         phases["self"] = sizes.whole
     if sizes.measuring and not away:
-        phases["measure"] = sizes.measuring
+        phases["measure"] = sizes.measuring + GRADIENTS
     if sizes.distil_states:
         phases["distil"] = sizes.distil_states + (0 if away else sizes.distil + GRADIENTS)
     if sizes.outside_bytes:
@@ -129,7 +132,7 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     """Those of the loop over the blocks, and of filling the states in front of it. away: blocks are worked on elsewhere."""
     f32 = 4
     states = (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32
-    batch = min(sizes.tokens, max(batch_tokens(max(sizes.widths, default=1), not away), sizes.seq_len))
+    batch = min(sizes.tokens, max(batch_tokens(sizes.widest, not away), sizes.seq_len))
     if away:  # torch rounds pinned blocks up to a power of two
         states = _pinned(states, batch * sizes.hidden * f32)
     hessians = 0 if away or not sizes.calibrated else (1 + sizes.crossed) * sum(w * w for w in sizes.widths) * 8

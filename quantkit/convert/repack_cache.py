@@ -24,7 +24,7 @@ from quantkit.convert.options import ConvertOptions
 from quantkit.convert.sizes import kv_sample_bytes
 from quantkit.convert.windows import read_windows
 from quantkit.core.host import release_free_memory
-from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
+from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks, widest_input
 from quantkit.runtime.attention import attention_modules
 from quantkit.runtime.load import choose_device, dense_weights
 
@@ -88,9 +88,9 @@ def _host_bytes(model: nn.Module, options: ConvertOptions) -> int:
     config: Any = model.config
     blocks = find_blocks(model)
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks.modules)
-    linears = block_linears(blocks.modules[0]).values()
-    widths = sum(one.in_features + one.out_features for one in linears)
-    batch = max(batch_tokens(max(one.in_features for one in linears), True), options.seq_len)
+    widths = sum(one.in_features + one.out_features for one in block_linears(blocks.modules[0]).values())
+    on_cpu = choose_device(options.device).type == "cpu"
+    batch = max(batch_tokens(widest_input(blocks), on_cpu), options.seq_len)
     embedding = 2 * sum(p.numel() for p in model.get_input_embeddings().parameters())  # type: ignore[operator]
     states = options.samples * options.seq_len * config.hidden_size
     return int(4 * (states + max(embedding, largest + batch * widths)) + kv_sample_bytes(config, options))

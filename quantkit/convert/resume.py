@@ -128,6 +128,17 @@ class Work:
         found = read_record(self.folder / "text.json")
         return None if found is None else Windows(**{**found, "ids": torch.tensor(found["ids"], dtype=torch.int64)})
 
+    @property
+    def read(self) -> bool:
+        """Whether every weight of the source was looked at, by this process or an earlier one."""
+        return bool(self._job.get("read"))
+
+    def keep_read(self) -> None:
+        """Every weight was looked at."""
+        self._job["read"] = True
+        with disk(self.folder):
+            write_record(self.folder / "job.json", self._job)
+
     def keep_measured(self, damage: list[list[float]]) -> None:
         """Keep what each choice of bits costs."""
         with disk(self.folder):

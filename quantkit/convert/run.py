@@ -109,8 +109,9 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     started = time.perf_counter() if started is None else started
     work = Work(plan)
     try:
-        if plan.options.needs_data and not work.resumed:  # resumed, it was looked at
+        if (plan.options.needs_data or plan.options.allocates) and not work.read:
             refuse_non_finite(plan.weights, lambda done, total: listen(Progress("read", done, total)))
+            work.keep_read()
         if plan.windows is not None and plan.windows.ids.is_meta:
             text, samples = work.text() or _own_text(plan, work, listen), plan.options.samples
             plan.windows = replace(text, ids=text.ids[:samples])

@@ -21,7 +21,7 @@ from quantkit.convert.targets import Target, second_copy
 from quantkit.core.host import available_bytes
 from quantkit.core.kvpages import CUTS, SEARCHED_AT_ONCE
 from quantkit.model.experts import expert_linears
-from quantkit.model.skeleton import Blocks, Weights, block_linears
+from quantkit.model.skeleton import Blocks, Weights, block_linears, widest_input
 from quantkit.runtime.attention import cached_heads
 
 TRIAL_COPIES = 10  # of the rows searched: scaled, codes, dequantized, error and what the search of ranges holds
@@ -65,6 +65,7 @@ def count_sizes(
             for name, linear in linears.items()
             if name not in experts or not name.endswith(".up_proj")
         ),
+        widest=widest_input(blocks),
         largest_parameter=max(p.numel() for p in block.parameters()),
         largest_group=max(width * out for width, out in by_width.items()),
         inner=sum(linear.in_features + linear.out_features for linear in at_once),

@@ -171,6 +171,11 @@ def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+def widest_input(blocks: Blocks) -> int:
+    """The most inputs that a linear of any block has; 1 without linears."""
+    return max((one.in_features for block in blocks.modules for one in block_linears(block).values()), default=1)
+
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

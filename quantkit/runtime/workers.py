@@ -59,7 +59,7 @@ def available() -> bool:
 
 @lru_cache(maxsize=8)
 def compiled(part: str = "") -> Any:
-    """A module of compiled kernels: ``cpu_numba``, or with "step" or "pool" one of its siblings. Raises RequestError without
+    """A module of compiled kernels: ``cpu_numba``, or with "step", "pool" or "gptq" one of its siblings. Raises RequestError without
     the extra."""
     if not available():
         raise RequestError("these CPU kernels need numba. Install quantkit[cpu], or leave the kernel to quantkit.")

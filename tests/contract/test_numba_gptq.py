@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from quantkit.algorithms.gptq import Loops, gptq, round_columns
 from quantkit.algorithms.refine import descend_columns
+from quantkit.convert.device import column_loops
 from quantkit.core.scheme import Scheme
+from quantkit.runtime import workers
 
 pytest.importorskip("numba")
 from quantkit.runtime.kernels import cpu_numba_gptq
@@ -76,5 +79,28 @@ def test_descending_a_block_of_columns(shape: tuple[int, int], threads: int) -> 
 @pytest.mark.parametrize("scheme", [Scheme(4, 64, False), Scheme(3, None, True), Scheme(8, 128, False)], ids=str)
 def test_a_whole_matrix_gets_the_same_codes_and_scales(scheme: Scheme) -> None:
     weight, hessian = numbers(300, 200, seed=0), moments(200, 300)
-    compiled = Loops(cpu_numba_gptq.round_columns, cpu_numba_gptq.descend_columns)
+    calls = []
+
+    def counted(name: str) -> Any:
+        def loop(*args: Any) -> Any:
+            calls.append(name)
+            return getattr(cpu_numba_gptq, name)(*args)
+
+        return loop
+
+    compiled = Loops(counted("round_columns"), counted("descend_columns"))
     assert gptq(weight, hessian, scheme, loops=compiled).quantized.equal(gptq(weight, hessian, scheme).quantized)
+    assert {"round_columns", "descend_columns"} == set(calls)
+
+
+def test_what_a_job_runs_is_compiled_before_its_memory_is_foretold() -> None:
+    loops = column_loops(torch.device("cpu"))
+    known = [len(kernel.signatures) for kernel in (cpu_numba_gptq._round, cpu_numba_gptq._descend)]
+    for scheme in (Scheme(4, 64, False), Scheme(4, None, True)):
+        gptq(numbers(80, 128, seed=0), moments(128, 80).double(), scheme, loops=loops)
+    assert [len(kernel.signatures) for kernel in (cpu_numba_gptq._round, cpu_numba_gptq._descend)] == known == [1, 1]
+
+
+def test_a_numba_that_does_not_work_leaves_the_loops_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "available", lambda: False)
+    assert column_loops(torch.device("cpu")) == Loops()

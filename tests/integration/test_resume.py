@@ -18,6 +18,7 @@ import torch
 
 import quantkit
 from quantkit import algorithms
+from quantkit.checkpoint.writer import read_record, write_record
 from quantkit.convert import resume, run, states
 from quantkit.errors import NumericsError, QuantkitError, RequestError
 
@@ -116,6 +117,18 @@ def test_an_error_leaves_a_job_that_can_go_on(
     assert report.to_json()["resumed"]
     assert digest(tmp_path / "out") == wanted
     assert not work.exists()
+
+
+def test_a_job_that_was_killed_while_it_looked_at_the_weights_looks_again(
+    stopped: tuple[Path, dict[str, str]], convert: Convert
+) -> None:
+    record = read_record(stopped[0] / "job.json")
+    assert record is not None
+    assert record["read"]
+    write_record(stopped[0] / "job.json", {**record, "read": False})
+    seen = []
+    convert(resume=True, on_progress=lambda progress: seen.append(progress.stage))
+    assert seen[0] == "read"
 
 
 def test_the_original_models_states_are_taken_up_beside_the_quantized_ones(

@@ -99,9 +99,11 @@ def load() -> None:
 
 
 def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Like ``algorithms.gptq.round_columns``. rest, step, offset: float32 ``[columns, out]``, contiguous."""
+    """Like ``algorithms.gptq.round_columns``. rest, step, offset: float32 ``[columns, out]``, contiguous; no gradients."""
     codes, errors = torch.empty(rest.shape, dtype=torch.uint8), torch.empty_like(rest)
-    arrays = [each.numpy() for each in (rest, upper, step, offset, codes, errors)]
+    arrays = [
+        each.numpy() for each in (rest, upper.contiguous(), step, offset, codes, errors)
+    ]  # one layout: compiled once
     _in_shares(rest.shape, lambda first, last: _round(*arrays, np.float32(top), first, last))
     return codes, errors
 
@@ -109,7 +111,7 @@ def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top
 def descend_columns(
     target: Tensor, error: Tensor, found: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int
 ) -> None:
-    """Like ``algorithms.refine.descend_columns``."""
+    """Like ``algorithms.refine.descend_columns``. All float32 and contiguous, ``[columns, out]``, own ``[columns, columns]``; no gradients."""
     arrays = [each.numpy() for each in (target, error, found, step, offset, own, pull)]
     _in_shares(target.shape, lambda first, last: _descend(*arrays, np.float32(top), first, last))
 
