@@ -18,6 +18,7 @@ from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
 from quantkit.calibrate.transfer import hold
 from quantkit.convert import distil, selftext
+from quantkit.convert.allocated import allocation_lines
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
 from quantkit.convert.cache import engine_scales, summary
 from quantkit.convert.device import peak_device_bytes, release_memory, working_on
@@ -52,7 +53,7 @@ from quantkit.runtime.attention import attention_modules
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a conversion stands: for a bar, or a line per block."""
+    """Where a conversion stands: for a bar, or a line per block. ``chosen`` comes once, when bits have been allocated: its note is the curve and the choice."""
 
     stage: str
     done: int
@@ -119,6 +120,8 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
                 plan.distilled_on = replace(text, ids=text.ids[samples:])
         with working_on(plan.device, plan.products or "float32"):
             settle(plan, work, lambda done, total: listen(Progress("measure", done, total)))
+            if plan.allocated is not None:
+                listen(Progress("chosen", 1, 1, "\n".join(allocation_lines(plan.allocated))))
             report = _Conversion(plan, work, listen).run()
         work.writer.commit()
         work.remove()

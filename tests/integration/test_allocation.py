@@ -270,3 +270,19 @@ def test_a_dry_run_says_what_it_would_measure(
     refused = quantkit(*common, "--target-bpw", "4.25", "--bits", "4", "--format", "native")
     assert refused.returncode == 2
     assert "--bits has no effect" in refused.stderr
+
+
+def test_the_curve_is_shown_as_soon_as_bits_are_chosen(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, quantkit: Callable[..., Any]
+) -> None:
+    """Not only behind the work of hours."""
+    heard: list[Any] = []
+    report = convert(tiny_original, tmp_path / "a", calibration_text, **CASES[0], on_progress=heard.append)
+    stages = list(dict.fromkeys(one.stage for one in heard))
+    assert stages[:4] == ["read", "measure", "chosen", "blocks"]
+    (chosen,) = [one.note for one in heard if one.stage == "chosen"]
+    assert chosen in report.table()
+    target = ("--calibration", calibration_text, "--samples", 4, "--seq-len", 32, "--format", "native", "--target-bpw", "6.5", "--sym")  # fmt: skip
+    done = quantkit("convert", tiny_original, "--out", tmp_path / "b", *target)
+    assert "<- chosen" in done.stderr
+    assert "<- chosen" in done.stdout
