@@ -81,7 +81,7 @@ class Case:
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.glob("*/*"))
 
     def fill_up(self, progress: Any) -> None:
-        if progress.done == 1 and not (self.disk / "ballast").exists():
+        if progress.stage != "read" and progress.done == 1 and not (self.disk / "ballast").exists():
             fill(self.disk, self.room)
 
     def attempt(self, **more: Any) -> dict[str, Any] | None:
