@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import MissingExtra, RequestError, SourceError
+from quantkit.errors import MissingExtra, NumericsError, RequestError, SourceError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -170,6 +170,22 @@ class FolderSource:
                 awq = "w_bit" in said or "zero_point" in said
                 return {"quant_method": "awq" if awq else "gptq", **said}
         return None
+
+
+def finite(value: Tensor, path: Path, name: str) -> Tensor:
+    """``value``, which is (a part of) tensor ``name``. Raises NumericsError if it holds NaN or infinite values."""
+    if not bool(torch.isfinite(value).all()):
+        raise non_finite(path, [name])
+    return value
+
+
+def non_finite(path: Path, names: list[str]) -> NumericsError:
+    """What to raise for tensors that hold NaN or infinite values."""
+    shown = ", ".join(repr(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    words = f"tensor {shown} holds" if len(names) == 1 else f"tensors {shown} hold"
+    return NumericsError(
+        f"{path}: {words} NaN or infinite values. The file is damaged or the training diverged; nothing sensible can be quantized from it."
+    )
 
 
 def _hash(stream: Any) -> bytes:

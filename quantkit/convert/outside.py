@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantkit.algorithms import Scales
 from quantkit.algorithms.rtn import rtn
+from quantkit.checkpoint.source import finite
 from quantkit.convert.block import BlockResult
 from quantkit.convert.memory import CHUNK
 from quantkit.convert.plan import Plan
@@ -62,11 +63,7 @@ def _round(plan: Plan, target: Target) -> tuple[QuantTensor, float]:
     size = max(1, CHUNK // target.in_features)
     for start in range(0, target.out_features, size):
         rows = slice(start, start + size)
-        weight = stored[rows].to(plan.device).float()
-        if not bool(torch.isfinite(weight).all()):
-            raise NumericsError(
-                f"{plan.source.path}: tensor {name!r} holds NaN or infinite values. The file is damaged."
-            )
+        weight = finite(stored[rows].to(plan.device).float(), plan.source.path, name)
         q = _chunk(plan, target, weight)
         host = q.to("cpu")
         codes[rows], steps[rows] = host.codes, host.scales

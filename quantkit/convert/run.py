@@ -17,6 +17,7 @@ from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
 from quantkit.calibrate.transfer import hold
+from quantkit.checkpoint.source import finite
 from quantkit.convert import distil, selftext
 from quantkit.convert.allocated import allocation_lines
 from quantkit.convert.block import BlockResult, InputGroup, quantize_block
@@ -44,7 +45,6 @@ from quantkit.convert.tuning import Lesson
 from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
 from quantkit.core.kvscheme import KVPlan
-from quantkit.errors import NumericsError
 from quantkit.model.rotate import RotatedSource, prove
 from quantkit.model.skeleton import block_linears
 from quantkit.model.stepper import Call, input_groups
@@ -379,27 +379,19 @@ class _Conversion:
         """What is not quantized, unchanged, one tensor at a time; small ones share a part. Learned norms are written already."""
         plan, small = self.plan, {}
         learned = {name for name, entry in self.writer.entries.items() if entry.part == distil.PART}
-        reads: list[tuple[str, Callable[[str], Tensor], str]] = [(name, self._finite, name) for name in plan.plain]
+        reads: list[tuple[str, Callable[[str], Tensor], str]] = [(name, plan.source.read, name) for name in plan.plain]
         reads += [(plan.weights.names[name], plan.weights.raw, name) for name in plan.split]
         for i, (name, read, what) in enumerate(reads):
             if name in learned:
                 continue
             if self.work.replay(f"plain-{i:05d}") is not None:
                 continue
-            tensor = read(what)
+            tensor = finite(read(what), plan.source.path, name)
             if tensor.nbytes > 1 << 22:
                 self.work.record(f"plain-{i:05d}", BlockResult({name: tensor}))
             else:
                 small[name] = tensor
         self.work.record("plain", BlockResult(small))
-
-    def _finite(self, name: str) -> Tensor:
-        tensor = self.plan.source.read(name)
-        if not bool(torch.isfinite(tensor).all()):
-            raise NumericsError(
-                f"{self.plan.source.path}: tensor {name!r} holds NaN or infinite values. The file is damaged."
-            )
-        return tensor
 
     def _manifest(self) -> dict[str, Any]:
         """What made these bytes. No times and no paths: the same job gives the same manifest."""

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.source import Source
-from quantkit.errors import NumericsError
+from quantkit.checkpoint.source import Source, non_finite
 from quantkit.model.rotate import RotatedSource
 from quantkit.model.skeleton import Weights
 
@@ -30,15 +29,11 @@ def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> N
     for done, name in enumerate(names):
         listen(done, len(names))
         pieces = (part for value in _pieces(source, name, name in entries) for part in value.flatten().split(AT_ONCE))
-        count = sum(int((~torch.isfinite(part)).sum()) for part in pieces)
-        if count:
-            bad.append(f"tensor {name!r} holds {count} NaN or infinite values")
+        if not all(bool(torch.isfinite(part).all()) for part in pieces):
+            bad.append(name)
     listen(len(names), len(names))
     if bad:
-        more = f"; and {len(bad) - 5} tensors more" if len(bad) > 5 else ""
-        raise NumericsError(
-            f"{source.path}: {'; '.join(bad[:5])}{more}. The file is damaged or the training diverged; nothing sensible can be quantized from it."
-        )
+        raise non_finite(source.path, bad)
 
 
 def _pieces(source: Source, name: str, entries: bool) -> Iterator[Tensor]:

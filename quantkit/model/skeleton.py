@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.names import Stored, match_names
-from quantkit.checkpoint.source import Source
-from quantkit.errors import NumericsError, SourceError, UnsupportedModel
+from quantkit.checkpoint.source import Source, finite
+from quantkit.errors import SourceError, UnsupportedModel
 from quantkit.model.experts import Experts, is_fused, routers, unfuse_experts
 from quantkit.model.naming import Naming
 
@@ -266,13 +266,7 @@ class Weights:
             experts, local = self._expert(name)
             value = experts.layout.pick(self.source.read_entry(stored.name, stored.index), local)
         value = value.to(device)  # as stored: half the bytes travel
-        if not bool(torch.isfinite(value).all()):
-            bad = int((~torch.isfinite(value)).sum())
-            raise NumericsError(
-                f"{self.source.path}: tensor {stored.name!r} holds {bad} NaN or infinite values. The file is damaged or the "
-                "training diverged; nothing sensible can be quantized from it."
-            )
-        return value
+        return finite(value, self.source.path, stored.name)
 
     def release(self, module_name: str) -> None:
         """Put a module's parameters back on meta, so that their memory is free; its buffers come back to the host."""

@@ -394,7 +394,6 @@ def test_weights_that_are_not_finite_are_found_before_any_block_is_worked_on(
             tiny_model, tmp_path / "out", calibration=str(calibration_text),
             on_progress=lambda progress: stages.append(progress.stage), **options,
         )  # fmt: skip
-    assert "'model.layers.2.self_attn.k_proj.weight' holds 3 NaN" in str(caught.value)
-    assert "'model.norm.weight' holds 1 NaN" in str(caught.value)
+    assert "tensors 'model.layers.2.self_attn.k_proj.weight', 'model.norm.weight' hold NaN" in str(caught.value)
     assert set(stages) == {"read"}
     assert not list(tmp_path.glob("*out*"))
