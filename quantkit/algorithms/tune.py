@@ -1,6 +1,6 @@
 """Learned rounding: codes and scales of one block, moved together until its output is that of the original block.
 
-GPTQ and AWQ lower the error of each linear. Here it is the error of a whole block: a weight's code is that of a latent number, which gradients
+GPTQ and AWQ lower the error of each linear. Here it is the error of a whole block, each channel of its output weighted by what it means to the model's (BRECQ, section 3.3): a weight's code is that of a latent number, which gradients
 may move so that it rounds the other way (AdaRound, Nagel et al., arXiv 2004.10568; of whole blocks: BRECQ, arXiv 2102.05426). Gradients pass the rounding
 as if it were not there, and only their signs count, at a rate that falls to 0 linearly (SignRound, Cheng et al., arXiv 2309.05516, equations
 3 to 5). Scales are learned beside them, as factors, by Adam (TesseraQ, Li et al., arXiv 2410.19103, section 3.3).
@@ -67,10 +67,11 @@ def tune(
     inputs: Sequence[Tensor],
     targets: Sequence[Tensor],
     options: TuneOptions | None = None,
+    channels: Tensor | float = 1.0,
 ) -> Tuned:
     """Learn codes and scales of a block's linears for a small ``block_error``; never worse than ``start`` on the windows held back.
 
-    weights: float32 [out, in], what the linears would compute with unrounded. inputs, targets: per window, float32 [1, tokens, hidden], anywhere. Windows that are
+    weights: float32 [out, in], what the linears would compute with unrounded. inputs, targets: per window, float32 [1, tokens, hidden], anywhere. channels: float32 [hidden], the weights of an error, on the weights' device. Windows that are
     not finite are left out. Deterministic where ``forward`` is. Besides what ``forward`` takes for one window, memory is about
     ``COPIES`` float32 numbers per weight.
     """
@@ -90,7 +91,7 @@ def tune(
     def measure(found: Mapping[str, QuantTensor]) -> float:
         rounded = {name: q.dequantize() for name, q in found.items()}
         with torch.no_grad():
-            errors = [float(block_error(forward(rounded, x), y)) for x, y in map(pair, held)]
+            errors = [float(block_error(forward(rounded, x), y, channels)) for x, y in map(pair, held)]
         return sum(errors) / len(errors)
 
     best = dict(start)
@@ -99,7 +100,7 @@ def tune(
     looks = {options.steps * look // options.checks for look in range(1, options.checks + 1)}
     for step in range(1, options.steps + 1):
         batch = [pair(next(draws)) for _ in range(min(options.windows, len(learned)))]
-        if not _step(forward, linears, batch, step, options):
+        if not _step(forward, linears, batch, channels, step, options):
             return Tuned(best, before, after, at, f"learning ended at step {step}: the block's error is not finite")
         if step in looks:
             found = {name: linear.quantized() for name, linear in linears.items()}
@@ -114,16 +115,17 @@ COPIES = (
 )
 
 
-def block_error(output: Tensor, target: Tensor) -> Tensor:
-    """Squared error of each token's output relative to its target's size, mean over tokens: a few tokens with huge entries count no more than others."""
-    size = target.square().sum(-1)
-    return ((output - target).square().sum(-1) / size.clamp(min=1e-30)).mean()
+def block_error(output: Tensor, target: Tensor, channels: Tensor | float = 1.0) -> Tensor:
+    """Squared error of each token's output, weighted by channel, relative to its target's size; mean over tokens: a few tokens with huge entries count no more than others."""
+    size = target.square().sum(-1)  # not weighted: it is what the next norm divides by
+    return (((output - target).square() * channels).sum(-1) / size.clamp(min=1e-30)).mean()
 
 
 def _step(
     forward: Forward,
     linears: Mapping[str, _Latent],
     batch: Sequence[tuple[Tensor, Tensor]],
+    channels: Tensor | float,
     step: int,
     options: TuneOptions,
 ) -> bool:
@@ -132,7 +134,7 @@ def _step(
     rounded = {name: q.dequantize().requires_grad_() for name, q in now.items()}
     for x, y in batch:  # one window at a time: gradients add up
         with torch.enable_grad():
-            error = block_error(forward(rounded, x), y)
+            error = block_error(forward(rounded, x), y, channels)
         if not bool(torch.isfinite(error)):
             return False
         error.backward()

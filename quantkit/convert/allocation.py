@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from quantkit.calibrate.sensitivity import HEAD_TOKENS, STRIDE, TAIL_TOKENS
-from quantkit.convert.embed import outside_blocks
-from quantkit.convert.memory import Sizes
 from quantkit.convert.options import AUTO, ConvertOptions
-from quantkit.convert.probe import TOKENS, WINDOWS, Unit
+from quantkit.convert.probe import Unit
 from quantkit.convert.rules import fused_groups
 from quantkit.convert.targets import Target, Targets, second_copy
 from quantkit.core.host import size_text
@@ -26,7 +23,7 @@ from quantkit.core.kvscheme import SCALE_NAMES, KVPlan, LayerScales
 from quantkit.core.scheme import Scheme
 from quantkit.formats import Format
 from quantkit.formats.kv_scales import write_kv_plan
-from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.skeleton import Weights
 from quantkit.runtime.attention import attention_modules, cached_heads
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -207,22 +204,6 @@ def cache_bytes(options: ConvertOptions, form: Format, model: Any) -> int:
 def head_width(config: Any) -> int:
     """Numbers of one head of keys or values."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def with_allocation(sizes: Sizes, allocation: Allocation, weights: Weights, blocks: Blocks) -> Sizes:
-    """What measuring takes, and what is written at most."""
-    outside = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
-    vocabulary = weights.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
-    head = any(unit.kind in ("head", "tied") for unit in allocation.units)
-    tokens = WINDOWS * TOKENS
-    streams = 2 * tokens * sizes.hidden + outside
-    tail = vocabulary * (TAIL_TOKENS * 8 + 3 * HEAD_TOKENS * head)
-    block = sizes.block + tokens // STRIDE * 2 * sizes.inner + 4 * TOKENS * sizes.inner + 9 * sizes.largest_group
-    return replace(
-        sizes,
-        packed_bytes=max(allocation.budget, allocation.least) - sizes.plain_bytes,
-        measuring=4 * (streams + max(tail, block)),
-    )
 
 
 def kept_bytes(weights: Weights, target: Target) -> int:

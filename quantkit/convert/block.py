@@ -56,7 +56,7 @@ class BlockResult:
     kv: dict[str, LayerRanges] = field(default_factory=dict)  # by attention module
     notes: list[str] = field(default_factory=list)  # end in the report, the JSON and the manifest
     folds: dict[str, dict[str, bool]] = field(default_factory=dict)  # block -> kind of producer -> can be scaled
-    # block -> before, after: the relative squared error of its output on text held back; step: of learning that was the best
+    # block -> before, after: ``tune.block_error`` of its output on text held back, weighted by channel; step: of learning that was the best
     tuning: dict[str, dict[str, float]] = field(default_factory=dict)
     # of the end-to-end pass: steps, windows and tokens learned from, windows kept back, divergence on those before and after, whether it stands
     distilled: dict[str, Any] | None = None

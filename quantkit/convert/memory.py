@@ -70,7 +70,9 @@ class Sizes:
     tuned: int = 0  # weights that learn together, of the largest block
     paired: bool = False  # the original model's states are kept beside the quantized ones
     crossed: bool = False  # so are a batch's activations, and a second matrix of moments for each input
-    measuring: int = 0  # bytes that finding out what each choice of bits costs takes; 0 if nothing is chosen
+    measuring: int = (
+        0  # bytes that finding out what counts for the model's output takes (``convert.probe``); 0 if nothing asks
+    )
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
     distil_states: int = 0  # bytes of the states of the end-to-end pass, of both models; 0 without one
     distil: int = 0  # bytes of the rest of it
@@ -93,7 +95,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     tune:   states + block + Hessians + copies of its linears while they learn, and one window's activations and their gradients
     fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
     self:   the whole model with its cache, before anything else
-    measure: what each choice of bits does: head and embeddings, states and gradients of its few windows, a block or a part of the logits
+    measure: what counts for the model's output: head and embeddings, states and gradients of its few windows, a block or a part of the logits
     tune, measure and distil: torch's code for gradients
     distil: states of both models + all codes, where they are held + what learns, with Adam's moments + the parts outside the blocks,
             those that are quantized twice: the original's and the dequantized + one step: states in front of every block, one block's weights and activations with their gradients, a few tokens' logits

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED
 from quantkit.calibrate.data import Windows
@@ -15,12 +15,13 @@ from quantkit.calibrate.products import choose_products
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import selftext
-from quantkit.convert.allocation import Allocation, cache_bytes, plan_allocation, with_allocation
+from quantkit.convert.allocation import Allocation, cache_bytes, plan_allocation
 from quantkit.convert.device import check_device, column_loops
 from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
+from quantkit.convert.probe import bytes_needed
 from quantkit.convert.sizes import count_sizes, plain_bytes, whole_bytes
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
@@ -62,6 +63,7 @@ class Plan:
     )
     allocated: dict[str, Any] | None = None  # what was chosen, and from what: see ``convert.allocated``
     probe: Windows | None = None  # text for that alone, if the method itself reads none
+    channels: list[Tensor] | None = None  # by block, how much each channel of its output counts; found by ``settle``
 
     def layout(self) -> Layout:
         names, known = self.weights.names, routers(self.model)
@@ -87,6 +89,11 @@ class Plan:
         if self.windows is None and self.distilled_on is None:
             return None
         return choose_products(self.options.products, self.device)
+
+    @property
+    def probes(self) -> bool:
+        """True if something is measured before the first block."""
+        return self.allocation is not None or self.options.method == "tune"
 
     def outside(self) -> list[Target]:
         """Head and embeddings that are quantized."""
@@ -131,7 +138,10 @@ def make_plan(options: ConvertOptions) -> Plan:
     problems += _untunable(options, blocks)
     sizes = count_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows)
     if allocation is not None:
-        sizes = with_allocation(sizes, allocation, weights, blocks)
+        sizes = replace(sizes, packed_bytes=max(allocation.budget, allocation.least) - sizes.plain_bytes)
+    if allocation is not None or options.method == "tune":
+        units = () if allocation is None else allocation.units
+        sizes = replace(sizes, measuring=bytes_needed(sizes, weights, blocks, units))
     if options.method in ("gptq", "tune"):
         column_loops(device)  # in memory from here on
     prediction = predict(sizes, device.type)

@@ -1,5 +1,5 @@
-"""The pass that measures what each choice of bits would cost, before anything is quantized: forward through the original model, and
-back, with one block in memory at a time. States in front of every block wait on the disk."""
+"""The pass that measures what counts for the model's output, before anything is quantized: each choice of bits, and each channel of each block's
+output. Forward through the original model, and back, with one block in memory at a time. States in front of every block wait on the disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from quantkit.calibrate import sensitivity
 from quantkit.checkpoint.writer import disk
 from quantkit.convert.device import release_memory
+from quantkit.convert.embed import outside_blocks
+from quantkit.convert.memory import Sizes
 from quantkit.core import affine
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError, UnsupportedModel
@@ -36,6 +38,14 @@ class Unit:
     options: tuple[Scheme | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """damage: nats of KL per token for each option of each unit, alone. channels: by block, ``sensitivity.channel_shares`` of its output, on the host."""
+
+    damage: list[list[float]]
+    channels: list[Tensor]
+
+
 Listener = Callable[[int, int], None]
 
 
@@ -50,8 +60,8 @@ class Probe:
         self.ids, self.file, self.search = ids[:WINDOWS, :TOKENS], folder / "probe.bin", search
         self.draws = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(seed))
 
-    def measure(self, units: Sequence[Unit], listen: Listener) -> list[list[float]]:
-        """Nats of KL per token for each option of each unit, alone. Raises UnsupportedModel for a model that cannot be stepped."""
+    def measure(self, units: Sequence[Unit], listen: Listener) -> Measured:
+        """All of it. Raises UnsupportedModel for a model that cannot be stepped."""
         total = 2 * len(self.blocks)
         with self._outside_loaded():
             states, calls = self._embed()
@@ -61,15 +71,17 @@ class Probe:
                     self._forward(index, states, calls[index].to(self.device))
                 gradients, head = self._tail(states, any(unit.kind in ("head", "tied") for unit in units))
                 found: dict[tuple[str, ...], list[float]] = {}
+                channels: list[Tensor] = []
                 for index in reversed(range(len(self.blocks))):
                     listen(total - 1 - index, total)
+                    channels.insert(0, sensitivity.channel_shares(gradients).cpu())
                     found |= self._back(index, gradients, calls[index].to(self.device), units)
             finally:
                 self.file.unlink(missing_ok=True)
             for unit in units:
                 if unit.kind != "linear":
                     found[unit.members] = self._outside(unit, gradients, head)
-        return [found[unit.members] for unit in units]
+        return Measured([found[unit.members] for unit in units], channels)
 
     @contextmanager
     def _outside_loaded(self) -> Iterator[None]:
@@ -198,6 +210,20 @@ class Probe:
                 rough[index] += float(square.sum(dtype=torch.float64))
         weight[rows] = original
         return [total / (2 * self.ids.numel()) for total in sensitivity.steadied(direct, rough)]
+
+
+def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence[Unit]) -> int:
+    """What ``Probe.measure`` takes."""
+    outside = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
+    vocabulary: int = weights.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+    head = any(unit.kind in ("head", "tied") for unit in units)
+    tokens = WINDOWS * TOKENS
+    streams = 2 * tokens * sizes.hidden + outside
+    tail = vocabulary * (sensitivity.TAIL_TOKENS * 8 + 3 * sensitivity.HEAD_TOKENS * head)
+    shares = 4 * tokens * sizes.hidden  # in float64, twice
+    kept = tokens // sensitivity.STRIDE * 2 * sizes.inner + 9 * sizes.largest_group if units else 0
+    block = sizes.block + max(shares, kept + 4 * TOKENS * sizes.inner)
+    return 4 * (streams + max(tail, block))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@
       parts/block-0007.json     one finished step: sums of its tensors, and its facts for the report
       parts/block-0007.safetensors
       text.json                 calibration text that the model wrote itself
-      measured.json             what each choice of bits would cost
+      measured.json             what each choice of bits would cost, and which channels count
       states-0.bin, .json       hidden states in front of some block; two files in turn
     .NAME.partial-TOKEN/        the output while it is put together, one rename away from its name
 
@@ -49,6 +49,7 @@ from quantkit.convert.folder import beside_sha256
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import busy, check_places, read_job
 from quantkit.convert.plan import Plan
+from quantkit.convert.probe import Measured
 from quantkit.convert.report import LayerReport
 from quantkit.convert.states import StateStore
 from quantkit.core.precision import cpu_has_amx
@@ -139,15 +140,16 @@ class Work:
         with disk(self.folder):
             write_record(self.folder / "job.json", self._job)
 
-    def keep_measured(self, damage: list[list[float]]) -> None:
-        """Keep what each choice of bits costs."""
+    def keep_measured(self, found: Measured) -> None:
+        """Keep what was measured before the first block."""
+        record = {"damage": found.damage, "channels": [one.tolist() for one in found.channels]}
         with disk(self.folder):
-            write_record(self.folder / "measured.json", {"damage": damage})
+            write_record(self.folder / "measured.json", record)
 
-    def measured(self) -> list[list[float]] | None:
+    def measured(self) -> Measured | None:
         """What ``keep_measured`` kept, or None."""
         found = read_record(self.folder / "measured.json") if self.resumed else None
-        return None if found is None else found["damage"]
+        return None if found is None else Measured(found["damage"], [torch.tensor(one) for one in found["channels"]])
 
     @property
     def finished(self) -> dict[str, Any] | None:

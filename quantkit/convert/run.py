@@ -203,9 +203,9 @@ class _Conversion:
                     self._observe_kv(index, block, states, call, result)
             else:
                 groups = [InputGroup((linear,)) for linear in block_linears(block)]
-            lesson = (
-                Lesson(states, exact, begun.single[index].to(plan.device)) if plan.options.method == "tune" else None
-            )
+            lesson = None
+            if plan.options.method == "tune" and plan.channels is not None:
+                lesson = Lesson(states, exact, plan.channels[index], begun.single[index].to(plan.device))
             quantize_block(plan, name, block, groups, result, lesson)
             del groups
             self.work.record(f"block-{index:04d}", result)

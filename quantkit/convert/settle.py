@@ -1,10 +1,11 @@
-"""The choice of bits within a size, made before the first block: measure, choose, and put the schemes into the plan."""
+"""What is measured before the first block, and decided by it: the bits within a size, and which channels of a block's output learning looks at."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from quantkit.algorithms.allocate import Choices, Option
+from quantkit.calibrate.data import Windows
 from quantkit.convert.allocated import option_words, summary
 from quantkit.convert.allocation import Allocation, chosen_targets
 from quantkit.convert.plan import Plan, unquantized
@@ -13,21 +14,23 @@ from quantkit.convert.resume import Work
 
 
 def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
-    """Give every weight of a plan with a target its scheme. What was measured is kept in the work folder: a resumed job chooses the same.
+    """Give every weight of a plan with a target its scheme, and a plan that learns its ``channels``. What was measured is kept in the work folder:
+    a resumed job goes on with the same.
 
     Raises what ``Probe.measure`` raises, NumericsError for a damage that is not finite.
     """
     allocation, windows = plan.allocation, plan.probe or plan.windows
-    if allocation is None:
+    if not plan.probes:
         return
     if work.finished is not None:  # all is written; the plan still says what is in it
-        rows = work.finished["allocation"]["groups"]
-        taken = [option_words(unit).index(row["scheme"]) for unit, row in zip(allocation.units, rows, strict=True)]
-        _apply(plan, allocation, taken)
+        if allocation is not None:
+            rows = work.finished["allocation"]["groups"]
+            taken = [option_words(unit).index(row["scheme"]) for unit, row in zip(allocation.units, rows, strict=True)]
+            _apply(plan, allocation, taken)
         return
     assert windows is not None
-    damage = work.measured()
-    if damage is None:
+    measured = work.measured()
+    if measured is None:
         probe = Probe(
             plan.weights,
             plan.blocks,
@@ -37,8 +40,14 @@ def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
             plan.options.seed,
             plan.options.scales != "minmax",
         )
-        damage = probe.measure(allocation.units, listen)
-        work.keep_measured(damage)
+        measured = probe.measure(() if allocation is None else allocation.units, listen)
+        work.keep_measured(measured)
+    plan.channels = measured.channels
+    if allocation is not None:
+        _choose(plan, allocation, windows, measured.damage)
+
+
+def _choose(plan: Plan, allocation: Allocation, windows: Windows, damage: list[list[float]]) -> None:
     choices = Choices(
         [
             [Option(cost, kl) for cost, kl in zip(costs, found, strict=True)]

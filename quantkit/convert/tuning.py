@@ -21,11 +21,12 @@ SIGN_STEP_TOKENS = 2048  # that a step learns from: half as many steps of these 
 class Lesson:
     """What a block learns from. inputs: states in front of it, behind the quantized blocks. targets: what the original model has behind it.
 
-    call: the block's arguments for one window. All batches are float32 ``[windows, tokens, hidden]``, on the host.
+    channels: float32 [hidden], how much each channel of the block's output counts. call: the block's arguments for one window. All batches are float32 ``[windows, tokens, hidden]``, on the host.
     """
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
+    channels: Tensor
     call: Call
 
 
@@ -47,6 +48,7 @@ def tune_block(options: ConvertOptions, block: nn.Module, start: Mapping[str, Qu
             _windows(lesson.inputs),
             _windows(lesson.targets),
             TuneOptions(steps=options.tune_steps, windows=windows, seed=options.seed),
+            lesson.channels.to(device),
         )
 
 

@@ -23,7 +23,7 @@ from quantkit.convert.allocation import kept_bytes
 from quantkit.convert.allocation import stored_bytes as target_bytes
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
-from quantkit.convert.probe import Probe
+from quantkit.convert.probe import Measured, Probe
 from quantkit.convert.rules import fused_groups
 from quantkit.errors import RequestError
 from quantkit.evaluate.sizes import measure_sizes, stored_bytes
@@ -100,7 +100,8 @@ def test_whatever_is_measured_the_size_holds_and_what_is_fused_shares_a_scheme(
         damage = [[draw.random() ** 4 for _ in unit.options] for unit in plan.allocation.units]
         budget = plan.allocation.least + (plan.allocation.most - plan.allocation.least) * point // 29
         one = replace(plan, allocation=replace(plan.allocation, budget=budget))
-        work: Any = SimpleNamespace(finished=None, measured=lambda found=damage: found)
+        measured = Measured(damage, [])
+        work: Any = SimpleNamespace(finished=None, measured=lambda found=measured: found)
         settle.settle(one, work, lambda done, total: None)
         assert one.allocated is not None
         written = sum(target_bytes(one.format, target) for target in one.targets.values())

@@ -18,6 +18,7 @@ from quantkit.calibrate.data import load_windows
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import run, states, tuning
+from quantkit.convert.probe import Probe
 from quantkit.errors import RequestError
 
 TEXT: dict[str, Any] = dict(method="tune", samples=12, seq_len=32, group_size=32, tune_steps=12)
@@ -27,7 +28,7 @@ def digest(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
-def first_block_error(original: Path, written: Path, text: Path) -> float:
+def first_block_error(original: Path, written: Path, text: Path, channels: torch.Tensor) -> float:
     """Of block 0 as an engine runs it, on the windows that are held back."""
     source = open_source(original)
     ids = load_windows(str(text), load_tokenizer(source), samples=12, seq_len=32, seed=0, vocab_size=512).ids
@@ -42,7 +43,7 @@ def first_block_error(original: Path, written: Path, text: Path) -> float:
         with torch.no_grad():
             for i in (0, 8):
                 model(input_ids=ids[i : i + 1], use_cache=False)
-    return sum(float(block_error(mine, wanted)) for wanted, mine in zip(*outputs, strict=True)) / 2
+    return sum(float(block_error(mine, wanted, channels)) for wanted, mine in zip(*outputs, strict=True)) / 2
 
 
 @pytest.mark.parametrize("mode", ["float32", "bf16"])
@@ -56,8 +57,11 @@ def test_a_block_learns_in_the_products_asked_for(
 
 @pytest.mark.parametrize("form", ["native", "gptq"])
 def test_what_is_written_is_what_was_learned(
-    form: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
+    form: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    channels: list[torch.Tensor] = []
+    tune = tuning.tune
+    monkeypatch.setattr(tuning, "tune", lambda *args: (channels.append(args[-1]), tune(*args))[1])
     report = quantkit.convert(
         tiny_original, out=tmp_path / "out", calibration=str(calibration_text), format=form, **TEXT
     )
@@ -65,7 +69,9 @@ def test_what_is_written_is_what_was_learned(
     for block in report.tuning.values():
         assert block["after"] < block["before"]
         assert block["step"] > 0
-    error = first_block_error(tiny_original, tmp_path / "out", calibration_text)
+    error = first_block_error(tiny_original, tmp_path / "out", calibration_text, channels[0])
+    assert [float(one.mean()) for one in channels] == pytest.approx([1.0] * 3)
+    assert all(float(one.max() / one.min()) > 1.2 for one in channels)
     assert error == pytest.approx(report.tuning["model.layers.0"]["after"], rel=2e-2)
     assert report.to_json()["tuning"] == report.tuning
     assert json.loads((tmp_path / "out" / "quantkit.json").read_text())["tuning"] == report.tuning
@@ -94,6 +100,7 @@ def test_a_job_that_stopped_goes_on_to_the_same_bytes(
     monkeypatch.setattr(run, "advance", fails)
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "out")
+    monkeypatch.setattr(Probe, "measure", None)  # what it found was kept
     resumed = convert(tmp_path / "out", resume=True)
     assert digest(tmp_path / "out") == wanted
     assert resumed.tuning == report.tuning

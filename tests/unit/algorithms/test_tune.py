@@ -146,6 +146,22 @@ def test_learning_noise_does_not_make_the_block_worse_on_text_held_back() -> Non
     assert found.step == 0
 
 
+def test_channels_that_count_more_are_learned_better() -> None:
+    weights, start, x, y = gated_case()
+    channels = torch.cat([torch.full((4,), 3.7), torch.full((12,), 0.1)])
+    even = tune(gated, weights, start, x, y, TuneOptions(steps=60))
+    uneven = tune(gated, weights, start, x, y, TuneOptions(steps=60), channels)
+
+    def error(found: Mapping[str, QuantTensor], count: Tensor) -> float:
+        rounded = {name: q.dequantize() for name, q in found.items()}
+        return sum(float(block_error(gated(rounded, x[i]), y[i], count)) for i in (0, 8, 16)) / 3
+
+    assert uneven.after == pytest.approx(error(uneven.quantized, channels))
+    assert uneven.after < 0.95 * error(even.quantized, channels)
+    others = (channels < 1).float()
+    assert error(uneven.quantized, others) > 1.05 * error(even.quantized, others)
+
+
 def test_the_same_again_gives_the_same_codes() -> None:
     weights, start, x, y = gated_case()
     first, second, other = (tune(gated, weights, start, x, y, TuneOptions(steps=30, seed=seed)) for seed in (0, 0, 1))

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate import sensitivity
-from quantkit.calibrate.sensitivity import Read, backward, damage, head_damage, head_reads, steadied, tail_gradient
+from quantkit.calibrate.sensitivity import (
+    Read,
+    backward,
+    channel_shares,
+    damage,
+    head_damage,
+    head_reads,
+    steadied,
+    tail_gradient,
+)
 from quantkit.errors import UnsupportedModel
 from quantkit.model.skeleton import Blocks, find_blocks
 from quantkit.model.stepper import Call, record, run_block, run_tail
@@ -112,3 +121,32 @@ def test_a_weight_that_no_token_passes_is_named() -> None:
     reads = [Read(torch.ones(2, 3), {"a": torch.ones(2, 4)})]
     with pytest.raises(UnsupportedModel, match=r"b, c: .* no token passes"):
         damage({"b": torch.ones(4, 3), "c": torch.ones(4, 3)}, reads, [lambda w: w * 2], 2)
+
+
+def test_what_a_channel_counts_does_not_hang_on_a_few_tokens() -> None:
+    gradients = [torch.randn(1, 400, 6, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2, 1, 1, 1, 0]) for _ in range(2)]  # fmt: skip
+    shares = channel_shares(gradients)
+    assert float(shares.mean()) == pytest.approx(1.0)
+    assert float(shares[1]) == pytest.approx(
+        3 * float(shares[0]), rel=0.2
+    )  # 4 times but for what tokens are divided by
+    assert float(shares[5]) == 0
+    gradients[0][0, 0] = torch.tensor([1e4, 0, 0, 0, 0, 1e4])  # such as a first token's
+    gradients[1][0, :3, 0] = torch.tensor([float("nan"), float("inf"), 0.0])
+    gradients[1][0, 3] = 0.0
+    assert torch.allclose(channel_shares(gradients), shares, atol=0.03)
+
+
+def test_channels_count_the_same_where_nothing_is_known() -> None:
+    assert torch.equal(channel_shares([torch.zeros(1, 4, 3), torch.full((1, 2, 3), float("nan"))]), torch.ones(3))
+
+
+def test_a_channel_that_the_norm_behind_takes_out_hardly_counts(stepped: Any) -> None:
+    model, blocks, ids, _, states = stepped
+    norm, draws = model.model.norm.weight, torch.rand(400, generator=torch.Generator().manual_seed(2))
+    before = channel_shares([tail_gradient(model, blocks, ids, states[-1], draws)])
+    kept = norm[7].clone()
+    norm[7] = 0.0
+    after = channel_shares([tail_gradient(model, blocks, ids, states[-1], draws)])
+    norm[7] = kept
+    assert float(after[7]) < 0.05 * float(before[7])
