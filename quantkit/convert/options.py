@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,21 @@ def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]
             f"--preset {preset} with --method {method}: the preset is --method {chosen['method']}. Leave one of them out."
         )
     return {name: value for name, value in chosen.items() if name not in given}
+
+
+def refuse_unknown(given: Iterable[str]) -> None:
+    """Raises TypeError, as Python does for an argument that a function does not have, with the name that was likely meant.
+
+    >>> refuse_unknown(["bits", "groupsize"])
+    Traceback (most recent call last):
+    TypeError: convert() got an unexpected option 'groupsize'; did you mean 'group_size'? Known: activations, bits, ...
+    """
+    unknown = sorted(set(given) - set(DEFAULTS))
+    if unknown:
+        longer = [name for name in DEFAULTS if name.startswith(unknown[0])]
+        near = longer or get_close_matches(unknown[0], DEFAULTS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise TypeError(f"convert() got an unexpected option {unknown[0]!r}{hint} Known: {', '.join(sorted(DEFAULTS))}")
 
 
 def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None:

@@ -32,6 +32,7 @@ from quantkit.convert.options import (
     apply_activations,
     apply_preset,
     apply_target,
+    refuse_unknown,
     refuse_without_effect,
 )
 from quantkit.convert.outside import quantize_outside
@@ -83,10 +84,7 @@ def convert(
     from quantkit.convert.repack import plan_repack, run_repack
     from quantkit.convert.repack_request import refuse_preset
 
-    known = set(ConvertOptions.__dataclass_fields__)
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise TypeError(f"convert() got an unexpected option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    refuse_unknown(options)
     given = dict(options)
     options.update(apply_preset(preset, options))
     options.update(apply_activations(options))

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from quantkit.convert.options import DEFAULTS, ConvertOptions, apply_preset, method_words, refuse_without_effect
+from quantkit.convert.options import (
+    DEFAULTS,
+    ConvertOptions,
+    apply_preset,
+    method_words,
+    refuse_unknown,
+    refuse_without_effect,
+)
 from quantkit.errors import RequestError
 
 
@@ -106,3 +113,12 @@ def test_a_preset_and_what_it_stands_for_are_the_same_job() -> None:
 )
 def test_a_size_is_told_in_the_unit_that_people_read(asked: int | str, shown: str) -> None:
     assert ConvertOptions("model", Path("out"), group_size="auto", target_size=asked).target == f"--target-size {shown}"
+
+
+@pytest.mark.parametrize(("given", "meant"), [("groupsize", "'group_size'"), ("sym", "'symmetric'"), ("xyz", None)])
+def test_a_name_that_is_not_known_is_refused_with_the_one_that_was_meant(given: str, meant: str | None) -> None:
+    with pytest.raises(
+        TypeError, match=f"unexpected option '{given}'" + (f"; did you mean {meant}" if meant else r"\. Known: act")
+    ):
+        refuse_unknown(["bits", given])
+    refuse_unknown(["bits", "group_size"])
