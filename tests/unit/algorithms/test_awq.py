@@ -96,6 +96,19 @@ def test_clipping_counts_correlations_between_groups() -> None:
     assert proxy_loss(w, together, h)[0] < 0.9 * proxy_loss(w, apart, h)[0]
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_permuting_outputs_permutes_codes_and_leaves_factors(symmetric: bool) -> None:
+    w, h = problem(outlier=20.0)
+    scheme = Scheme(4, 32, symmetric)
+    rows = torch.randperm(len(w), generator=torch.Generator().manual_seed(1))
+    plain, moved = awq(w, h, scheme).quantized, awq(w[rows], h, scheme).quantized
+    assert torch.equal(moved.codes, plain.codes[rows])
+    assert torch.equal(moved.scales, plain.scales[rows])
+    found, again = search_factors([one(w, h, scheme)], 64), search_factors([one(w[rows], h, scheme)], 64)
+    assert torch.allclose(found.values, again.values)
+    assert again.loss == pytest.approx(found.loss)
+
+
 def test_channels_shared_by_columns_get_one_factor() -> None:
     w, h = problem()
     channels = torch.arange(64) % 16
