@@ -27,7 +27,7 @@ from quantkit.convert.plan import Plan, Target
 from quantkit.convert.resume import Work
 from quantkit.convert.verify import decision_sha256
 from quantkit.core import affine
-from quantkit.core.host import available_bytes
+from quantkit.core.host import available_bytes, release_free_memory
 from quantkit.core.qtensor import QuantTensor
 from quantkit.model.stepper import Call, forward_block, forward_norm, given, gradients_in_order
 from quantkit.runtime.load import load_parameters
@@ -288,6 +288,7 @@ class _Pass:
                 p.grad = torch.zeros_like(p)
         self.adam.step()
         self.adam.zero_grad()
+        release_free_memory()  # what learns lies between what was freed: the heap would grow with every step
 
     def _tail(self, step: int, hidden: Tensor) -> tuple[float, Tensor]:
         """Divergence of one step's windows, and its gradient for the last block's output."""

@@ -62,3 +62,31 @@ def test_the_plan_foretells_what_distilling_takes_with_and_without_a_quantized_h
         calibration=str(calibration_text),
     )  # fmt: skip
     assert 0.8 <= taken[0] / foretold[0] <= 1.25, (taken, foretold)
+
+
+def test_a_step_gives_back_what_it_took(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What learns lies in the heap between what a step needs and frees: without care each step leaves it more torn."""
+    from transformers import AutoTokenizer
+
+    sizes = dict(vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=12)
+    tiny_model("llama", **sizes).half().save_pretrained(tmp_path / "deep")
+    AutoTokenizer.from_pretrained(tiny_original).save_pretrained(tmp_path / "deep")
+    seen: list[int] = []
+    step: Callable[..., Any] = distil_pass._Pass._step
+
+    def measured(self: Any, index: int) -> None:
+        if not seen:
+            release_free_memory()
+            seen.append(current_rss())
+        step(self, index)
+        seen.append(current_rss())
+
+    monkeypatch.setattr(distil_pass._Pass, "_step", measured)
+    quantkit.convert(
+        tmp_path / "deep", tmp_path / "out", method="rtn", scales="minmax", distil=24, seq_len=64, group_size=32,
+        calibration=str(calibration_text),
+    )  # fmt: skip
+    assert len(seen) > 6
+    assert max(seen[1:]) - seen[0] < 24 << 20, [one >> 20 for one in seen]
