@@ -31,7 +31,9 @@ def main() -> None:
         quantized, _ = rounder.quantize()
     linears = block_linears(quantized)
     dense = {n: p.detach().float().clone().contiguous() for n, p in quantized.named_parameters()}
-    rounder.save_quantized(str(args.out / "saved"), format="auto_gptq" if args.sym else "auto_round")
+    rounder.save_quantized(
+        str(args.out / "saved"), format="auto_gptq"
+    )  # its own, asymmetric, fails in 0.16: WQLinear_GEMM has no weight_dtype
     watch.saved()
     folder = args.out / "saved"
     finish(
