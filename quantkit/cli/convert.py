@@ -196,9 +196,9 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
         apply_activations,
         apply_preset,
         apply_target,
-        refuse_without_effect,
     )
     from quantkit.convert.plan import make_plan
+    from quantkit.convert.refusals import refuse_without_effect
     from quantkit.convert.repack import plan_repack
     from quantkit.convert.repack_request import refuse_preset
     from quantkit.convert.run import run

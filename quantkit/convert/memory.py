@@ -73,6 +73,7 @@ class Sizes:
     measuring: int = (
         0  # bytes that finding out what counts for the model's output takes (``convert.probe``); 0 if nothing asks
     )
+    measuring_file: int = 0  # bytes of its file in the work folder, which is gone before the first block
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
     distil_states: int = 0  # bytes of the states of the end-to-end pass, of both models; 0 without one
     distil: int = 0  # bytes of the rest of it
@@ -117,7 +118,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
         phases["generate"] = sizes.packed_model + sizes.kernels
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
-    work = output + 2 * (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32
+    work = output + max(2 * (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32, sizes.measuring_file)
     return Prediction(
         host, predict_device(sizes) if away else 0, max(work, 2 * output), work, output, phases
     )  # states are gone when the output is assembled

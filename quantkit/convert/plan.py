@@ -21,7 +21,7 @@ from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
-from quantkit.convert.probe import bytes_needed
+from quantkit.convert.probe import bytes_needed, file_bytes
 from quantkit.convert.sizes import count_sizes, plain_bytes, whole_bytes
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
@@ -139,9 +139,10 @@ def make_plan(options: ConvertOptions) -> Plan:
     sizes = count_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows)
     if allocation is not None:
         sizes = replace(sizes, packed_bytes=max(allocation.budget, allocation.least) - sizes.plain_bytes)
-    if allocation is not None or options.method == "tune":
+    if allocation is not None or options.method == "tune":  # see ``Plan.probes``
         units = () if allocation is None else allocation.units
-        sizes = replace(sizes, measuring=bytes_needed(sizes, weights, blocks, units))
+        file = file_bytes(sizes.hidden, len(blocks))
+        sizes = replace(sizes, measuring=bytes_needed(sizes, weights, blocks, units), measuring_file=file)
     if options.method in ("gptq", "tune"):
         column_loops(device)  # in memory from here on
     prediction = predict(sizes, device.type)

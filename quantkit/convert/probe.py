@@ -220,10 +220,15 @@ def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence
     tokens = WINDOWS * TOKENS
     streams = 2 * tokens * sizes.hidden + outside
     tail = vocabulary * (sensitivity.TAIL_TOKENS * 8 + 3 * sensitivity.HEAD_TOKENS * head)
-    shares = 4 * tokens * sizes.hidden  # in float64, twice
+    shares = 6 * tokens * sizes.hidden  # squares in float64, their shares, and those that are finite
     kept = tokens // sensitivity.STRIDE * 2 * sizes.inner + 9 * sizes.largest_group if units else 0
-    block = sizes.block + max(shares, kept + 4 * TOKENS * sizes.inner)
-    return 4 * (streams + max(tail, block))
+    block = sizes.block + kept + 4 * TOKENS * sizes.inner
+    return 4 * (streams + max(tail, block, shares))
+
+
+def file_bytes(hidden: int, blocks: int) -> int:
+    """What ``Probe.measure`` keeps in the work folder for a while: states in front of every block."""
+    return 4 * WINDOWS * TOKENS * hidden * blocks
 
 
 @torch.no_grad()

@@ -210,7 +210,7 @@ class ConvertReport:
             ends = [sum(one[key] for one in self.tuning.values()) / len(self.tuning) for key in ("before", "after")]
             kept = sum(not one["step"] for one in self.tuning.values())
             lines.append(
-                f"  learned   squared error of a block's output on text held back, by channels that count, {ends[0]:.3g} -> {ends[1]:.3g} on average"
+                f"  learned   squared error of a block's output on text held back, weighted by channel and relative to its size, {ends[0]:.3g} -> {ends[1]:.3g} on average"
                 + (
                     f"; {kept} of {len(self.tuning)} blocks stay as they started, which was better (more --tune-steps may help)"
                     if kept

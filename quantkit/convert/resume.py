@@ -55,6 +55,7 @@ from quantkit.convert.states import StateStore
 from quantkit.core.precision import cpu_has_amx
 from quantkit.errors import NumericsError, RequestError, UnsupportedModel
 
+LAYOUT = 2  # of the work folder; 2: what channels count is measured before the first block, and blocks learn by it
 INCURABLE = (NumericsError, UnsupportedModel, RequestError)  # the same again would come of the same: nothing is kept
 
 
@@ -182,7 +183,9 @@ class Work:
             stopped = isinstance(error, KeyboardInterrupt)
             return "No block was finished, so nothing is kept: the same command starts anew." if stopped else ""
         self.release()
-        return f"Finished blocks are kept in {self.folder}: the same command with --resume goes on from there."
+        blocks = any((self.folder / "parts").glob("*.json"))
+        what = "Finished blocks are" if blocks else "What was done before the first block is"
+        return f"{what} kept in {self.folder}: the same command with --resume goes on from there."
 
     def release(self) -> None:
         """Give up the lock."""
@@ -215,13 +218,20 @@ def job_of(plan: Plan) -> dict[str, Any]:
     """What must be the same for a job to go on: its identity, its place, and the processor's arithmetic."""
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' if cpu_has_amx() else ''}"
     beside = beside_sha256(plan.source)
-    return {**identity(plan), "beside_sha256": beside, "out": str(plan.options.out.resolve()), "cpu": cpu}
+    return {
+        **identity(plan),
+        "layout": LAYOUT,
+        "beside_sha256": beside,
+        "out": str(plan.options.out.resolve()),
+        "cpu": cpu,
+    }
 
 
 WORDS = {
     "source_sha256": "the source's weights and config (sha256)",
     "beside_sha256": "the files beside the source's weights (sha256)",
     "out": "--out",
+    "layout": "the version of the work folder",
     "threads": "the number of threads (OMP_NUM_THREADS)",
     "device": "--device",
     "products": "--products",

@@ -32,11 +32,10 @@ from quantkit.convert.options import (
     apply_activations,
     apply_preset,
     apply_target,
-    refuse_unknown,
-    refuse_without_effect,
 )
 from quantkit.convert.outside import quantize_outside
 from quantkit.convert.plan import Plan, make_plan
+from quantkit.convert.refusals import refuse_unknown, refuse_without_effect
 from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
 from quantkit.convert.sample import generate_sample
@@ -202,7 +201,8 @@ class _Conversion:
             else:
                 groups = [InputGroup((linear,)) for linear in block_linears(block)]
             lesson = None
-            if plan.options.method == "tune" and plan.channels is not None:
+            if plan.options.method == "tune":
+                assert plan.channels is not None  # settled
                 lesson = Lesson(states, exact, plan.channels[index], begun.single[index].to(plan.device))
             quantize_block(plan, name, block, groups, result, lesson)
             del groups

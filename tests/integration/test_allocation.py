@@ -40,6 +40,7 @@ CASES = [
     dict(method="gptq", format="native", target_bpw=6.5, symmetric=True),
     dict(method="awq", format="native", target_bpw=3.3, kv_bits=4, seq_len=96, samples=2),
     dict(method="gptq", format="compressed-tensors", target_bpw=9.5),
+    dict(method="tune", format="native", target_bpw=5, samples=12, tune_steps=4),
     dict(method="rtn", format="gptq", target_bpw=8.5, group_size=32, symmetric=True),
     dict(method="rtn", format="native", target_size="70KB"),
 ]

@@ -93,3 +93,20 @@ def test_a_job_does_not_go_on_on_another_device(
 def test_a_gpu_that_is_not_there_is_refused(tiny_original: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="torch sees no CUDA device"):
         quantkit.convert(tiny_original, out=tmp_path / "out", device="cuda")
+
+
+@pytest.mark.slow
+def test_blocks_learn_on_a_device_by_the_channels_that_count(
+    on_device: None, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """Signs of small gradients differ from the CPU's, so codes do; what was learned is as good."""
+    given: dict[str, Any] = dict(method="tune", tune_steps=8, samples=12, distil=4, format="native")
+    reports = {
+        device: convert(tiny_original, tmp_path / device, calibration_text, device, **given, **exact)
+        for device, exact in (("cpu", {"products": "float32"}), ("cuda", {}))
+    }
+    assert equal_codes(tmp_path / "cpu", tmp_path / "cuda", "layers.0.") > 0.9
+    for name, one in reports["cpu"].tuning.items():
+        other = reports["cuda"].tuning[name]
+        assert other["before"] == pytest.approx(one["before"], rel=0.1)
+        assert other["after"] == pytest.approx(one["after"], rel=0.2)

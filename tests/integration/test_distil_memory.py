@@ -24,7 +24,13 @@ def wide(tiny_original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("wide")
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=2)
+    sizes = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        max_position_embeddings=512,
+    )
     tiny_model("llama", **sizes, tie_word_embeddings=False).half().save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_original).save_pretrained(folder)
     return folder
@@ -90,3 +96,29 @@ def test_a_step_gives_back_what_it_took(
     )  # fmt: skip
     assert len(seen) > 6
     assert max(seen[1:]) - seen[0] < 24 << 20, [one >> 20 for one in seen]
+
+
+def test_the_plan_foretells_what_measuring_takes(
+    wide: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not restart_peak():
+        pytest.skip("the system does not count a peak anew")
+    taken: list[int] = []
+    foretold: list[int] = []
+    settle: Callable[..., None] = run.settle
+
+    def measured(plan: Any, *rest: Any) -> None:
+        foretold.append(plan.prediction.phases["measure"])
+        gc.collect()
+        release_free_memory()
+        before, mapped = current_rss(), mapped_files()
+        restart_peak()
+        settle(plan, *rest)
+        taken.append(peak_rss(since_restart=True) - before - max(0, mapped_files() - mapped))
+
+    monkeypatch.setattr(run, "settle", measured)
+    quantkit.convert(
+        wide, tmp_path / "out", method="tune", tune_steps=1, format="native", samples=8, seq_len=512,
+        group_size=32, calibration=str(calibration_text),
+    )  # fmt: skip
+    assert 0.7 <= taken[0] / foretold[0] <= 1.15, (taken, foretold)

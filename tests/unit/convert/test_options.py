@@ -12,9 +12,8 @@ from quantkit.convert.options import (
     ConvertOptions,
     apply_preset,
     method_words,
-    refuse_unknown,
-    refuse_without_effect,
 )
+from quantkit.convert.refusals import refuse_unknown, refuse_without_effect
 from quantkit.errors import RequestError
 
 
