@@ -9,6 +9,8 @@ from quantkit.convert.engines import verdict_lines
 from quantkit.convert.lint import lint_plan
 from quantkit.convert.options import method_words
 from quantkit.convert.plan import Plan
+from quantkit.convert.probe import TOKENS, WINDOWS
+from quantkit.convert.tuning import SIGN_STEP_TOKENS
 from quantkit.core.host import size_text
 
 
@@ -34,6 +36,12 @@ def describe(plan: Plan) -> str:
         lines.append(f"  runs on   {plan.device}, in {WORDS[plan.products]}{_why(plan)}; rounds in float32")
     if plan.allocation is not None:
         lines += plan.allocation.describe()
+    if o.method == "tune":
+        tokens = max(1, SIGN_STEP_TOKENS // o.seq_len) * o.seq_len
+        lines.append(
+            f"  learns    block by block, {o.tune_steps} steps of {tokens} tokens; before that, which channels of a block's output count "
+            f"(one pass forward and back on up to {WINDOWS} windows of {TOKENS} tokens)"
+        )
     if plan.distilled_on is not None:
         w = plan.distilled_on
         lines.append(f"  distil    {w.words()} of {w.name}, seed {w.seed}: scales and norms learn, codes stay")

@@ -33,6 +33,8 @@ def test_the_plan_shows_what_a_preset_stands_for(
     done = quantkit("convert", *common, *options, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
+    learns = "learns    block by block, 120 steps of 2048 tokens; before that, which channels"
+    assert (learns in done.stdout) == ("best" in options)
 
 
 @pytest.mark.parametrize(
