@@ -31,9 +31,8 @@ def main() -> None:
         quantized, _ = rounder.quantize()
     linears = block_linears(quantized)
     dense = {n: p.detach().float().clone().contiguous() for n, p in quantized.named_parameters()}
-    rounder.save_quantized(
-        str(args.out / "saved"), format="auto_gptq"
-    )  # its own, asymmetric, fails in 0.16: WQLinear_GEMM has no weight_dtype
+    # its own format, asymmetric, fails in 0.16: WQLinear_GEMM has no weight_dtype
+    rounder.save_quantized(str(args.out / "saved"), format="auto_gptq")
     watch.saved()
     folder = args.out / "saved"
     finish(

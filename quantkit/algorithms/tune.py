@@ -1,6 +1,7 @@
 """Learned rounding: codes and scales of one block, moved together until its output is that of the original block.
 
-GPTQ and AWQ lower the error of each linear. Here it is the error of a whole block, each channel of its output weighted by what it means to the model's (after BRECQ, section 3.3, where every element of every sample has a weight of its own): a weight's code is that of a latent number, which gradients
+GPTQ and AWQ lower the error of each linear. Here it is the error of a whole block, each channel of its output weighted by what it means to
+the model's (after BRECQ, section 3.3, where every element of every sample has a weight of its own): a weight's code is that of a latent number, which gradients
 may move so that it rounds the other way (AdaRound, Nagel et al., arXiv 2004.10568; of whole blocks: BRECQ, arXiv 2102.05426). Gradients pass the rounding
 as if it were not there, and only their signs count, at a rate that falls to 0 linearly (SignRound, Cheng et al., arXiv 2309.05516, equations
 3 to 5). Scales are learned beside them, as factors, by Adam (TesseraQ, Li et al., arXiv 2410.19103, section 3.3).
@@ -71,8 +72,8 @@ def tune(
 ) -> Tuned:
     """Learn codes and scales of a block's linears for a small ``block_error``; never worse than ``start`` on the windows held back.
 
-    weights: float32 [out, in], what the linears would compute with unrounded. inputs, targets: per window, float32 [1, tokens, hidden], anywhere. channels: float32 [hidden], the weights of an error, on the weights' device. Windows that are
-    not finite are left out. Deterministic where ``forward`` is. Besides what ``forward`` takes for one window, memory is about
+    weights: float32 [out, in], what the linears would compute with unrounded. inputs, targets: per window, float32 [1, tokens, hidden], anywhere. Windows that are
+    not finite are left out. channels: float32 [hidden] where the weights are, what an error in each channel of the output counts. Deterministic where ``forward`` is. Besides what ``forward`` takes for one window, memory is about
     ``COPIES`` float32 numbers per weight.
     """
     options = options or TuneOptions()

@@ -140,9 +140,9 @@ def tail_gradient(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor,
 def channel_shares(gradients: Sequence[Tensor]) -> Tensor:
     """How much each channel of a block's output counts for the model's: its share of every token's squared gradient, mean over tokens; mean 1 over channels.
 
-    gradients: ``[1, tokens, hidden]`` at that output, of labels drawn from the model. Their mean square is the diagonal of the Fisher information of that output; BRECQ (Li et al., arXiv 2102.05426,
-    section 3.3) weighs by squares of the task's gradient, sample by sample. Here each token counts the same, for the first one's gradient can be a hundred times the others'. Float32 ``[hidden]``. Tokens whose
-    gradient is zero or not finite are left out; ones, if that is all of them.
+    gradients: ``[1, tokens, hidden]`` at that output, of labels drawn from the model. Their mean square is the diagonal of the Fisher
+    information of that output; BRECQ (Li et al., arXiv 2102.05426, section 3.3) weighs by squares of the task's gradient, sample by sample. Here each token
+    counts the same, for the first one's gradient can be a hundred times the others'. Returns float32 ``[hidden]``. Tokens whose gradient is zero or not finite are left out; ones, if that is all of them.
     """
     squares = torch.cat([gradient.flatten(0, -2) for gradient in gradients]).double().square()
     shares = squares / squares.sum(-1, keepdim=True)

@@ -42,32 +42,38 @@ def mapped_files() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, phase: str) -> list[tuple[int, int]]:
+    """Bytes that ``where.name`` takes from now on, and what the plan (its first argument) foretold for the phase."""
+    seen: list[tuple[int, int]] = []
+    whole: Callable[..., Any] = getattr(where, name)
+
+    def watched(plan: Any, *rest: Any) -> Any:
+        gc.collect()  # what earlier tests left in cycles
+        release_free_memory()
+        before, mapped = current_rss(), mapped_files()
+        restart_peak()
+        found = whole(plan, *rest)
+        taken = peak_rss(since_restart=True) - before - max(0, mapped_files() - mapped)
+        seen.append((taken, plan.prediction.phases[phase]))
+        return found
+
+    monkeypatch.setattr(where, name, watched)
+    return seen
+
+
 @pytest.mark.parametrize("rules", [(), ("lm_head=bits:8", "*.embed_tokens=bits:8")], ids=["16 bit", "8 bit"])
 def test_the_plan_foretells_what_distilling_takes_with_and_without_a_quantized_head(
     rules: tuple[str, ...], wide: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not restart_peak():
         pytest.skip("the system does not count a peak anew")
-    taken: list[int] = []
-    foretold: list[int] = []
-    learn: Callable[..., Any] = distil_pass.distil
-
-    def measured(plan: Any, *rest: Any) -> Any:
-        foretold.append(plan.prediction.phases["distil"])
-        gc.collect()  # what earlier tests left in cycles
-        release_free_memory()
-        before, mapped = current_rss(), mapped_files()
-        restart_peak()
-        found = learn(plan, *rest)
-        taken.append(peak_rss(since_restart=True) - before - max(0, mapped_files() - mapped))
-        return found
-
-    monkeypatch.setattr(run.distil, "distil", measured)
+    seen = watch(monkeypatch, run.distil, "distil", "distil")
     quantkit.convert(
         wide, tmp_path / "out", method="rtn", scales="minmax", format="native", rules=rules, distil=8, seq_len=32,
         calibration=str(calibration_text),
     )  # fmt: skip
-    assert 0.8 <= taken[0] / foretold[0] <= 1.25, (taken, foretold)
+    ((taken, foretold),) = seen
+    assert 0.8 <= taken / foretold <= 1.25, seen
 
 
 def test_a_step_gives_back_what_it_took(
@@ -103,22 +109,10 @@ def test_the_plan_foretells_what_measuring_takes(
 ) -> None:
     if not restart_peak():
         pytest.skip("the system does not count a peak anew")
-    taken: list[int] = []
-    foretold: list[int] = []
-    settle: Callable[..., None] = run.settle
-
-    def measured(plan: Any, *rest: Any) -> None:
-        foretold.append(plan.prediction.phases["measure"])
-        gc.collect()
-        release_free_memory()
-        before, mapped = current_rss(), mapped_files()
-        restart_peak()
-        settle(plan, *rest)
-        taken.append(peak_rss(since_restart=True) - before - max(0, mapped_files() - mapped))
-
-    monkeypatch.setattr(run, "settle", measured)
+    seen = watch(monkeypatch, run, "settle", "measure")
     quantkit.convert(
         wide, tmp_path / "out", method="tune", tune_steps=1, format="native", samples=8, seq_len=512,
         group_size=32, calibration=str(calibration_text),
     )  # fmt: skip
-    assert 0.7 <= taken[0] / foretold[0] <= 1.15, (taken, foretold)
+    ((taken, foretold),) = seen
+    assert 0.7 <= taken / foretold <= 1.15, seen
