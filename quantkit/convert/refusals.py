@@ -16,14 +16,20 @@ def refuse_unknown(given: Iterable[str]) -> None:
 
     >>> refuse_unknown(["bits", "groupsize"])
     Traceback (most recent call last):
-    TypeError: convert() got an unexpected option 'groupsize'; did you mean 'group_size'? Known: activations, bits, ...
+    TypeError: convert() got an unexpected option 'groupsize' (did you mean 'group_size'?). Known: activations, bits, ...
     """
     unknown = sorted(set(given) - set(DEFAULTS))
     if unknown:
-        longer = [name for name in DEFAULTS if name.startswith(unknown[0])]
-        near = longer or get_close_matches(unknown[0], DEFAULTS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise TypeError(f"convert() got an unexpected option {unknown[0]!r}{hint} Known: {', '.join(sorted(DEFAULTS))}")
+        named = ", ".join(_with_hint(name) for name in unknown)
+        a, s = ("an ", "") if len(unknown) == 1 else ("", "s")
+        known = ", ".join(sorted([*DEFAULTS, "on_progress"]))
+        raise TypeError(f"convert() got {a}unexpected option{s} {named}. Known: {known}")
+
+
+def _with_hint(name: str) -> str:
+    """A name that does not exist, and the one that may have been meant."""
+    near = [known for known in DEFAULTS if known.startswith(name)] or get_close_matches(name, DEFAULTS, 1)
+    return f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name)
 
 
 def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None:

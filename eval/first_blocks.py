@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""A trial of a method in minutes: quantize a model's first blocks, leave the others, and take the KL of the whole model.
+
+    python eval/first_blocks.py MODEL --blocks 8 --set method=tune --set group_size=64 --set samples=48 --set seq_len=512 --set tune_steps=40
+    python eval/first_blocks.py MODEL --blocks 8 ... --channels alike     # what ADR 018 compares with
+
+What is set are options of ``quantkit.convert``. MODEL has to fit in memory twice, in float32. The KL is that of some windows of evaluation text; nothing
+is written but the work folder, which goes, and with --out the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit import errors
+from quantkit.convert import run
+from quantkit.convert.run import Progress
+from quantkit.evaluate.environment import hardware, versions
+from quantkit.evaluate.report import prepare
+
+SEQ_LEN = 512
+
+
+class _Enough(Exception):
+    """So many blocks are done."""
+
+
+def first_blocks(
+    model: str, blocks: int, options: dict[str, Any], alike: bool
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, float]], float]:
+    """What stands in the first blocks after they were quantized, by block and parameter; what learning did in each; seconds a block."""
+    found: dict[str, dict[str, Tensor]] = {}
+    learned: dict[str, dict[str, float]] = {}
+    times: list[float] = []
+    quantize = run.quantize_block
+
+    def recorded(plan: Any, prefix: str, block: Any, groups: Any, result: Any, lesson: Any = None) -> None:
+        if alike and lesson is not None:
+            lesson.channels.fill_(1.0)
+        quantize(plan, prefix, block, groups, result, lesson)
+        found[prefix] = {name: value.detach().clone() for name, value in block.state_dict().items()}
+        learned.update(result.tuning)
+
+    def listen(progress: Progress) -> None:
+        if progress.stage == "blocks":
+            times.append(time.perf_counter())
+            if progress.done == blocks:
+                raise _Enough
+
+    run.quantize_block = recorded  # the loop's own stage: what it leaves in the block is what the next one sees
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            run.convert(model, Path(folder) / "out", on_progress=listen, **options)
+    except _Enough:
+        pass
+    finally:
+        run.quantize_block = quantize
+    return found, learned, (times[-1] - times[0]) / blocks
+
+
+@torch.no_grad()
+def divergences(model: str, blocks: dict[str, dict[str, Tensor]], windows: int) -> Tensor:
+    """KL(original || with these blocks) in nats, mean of each window of evaluation text."""
+    from transformers import AutoModelForCausalLM
+
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    changed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for prefix, values in blocks.items():
+        changed.get_submodule(prefix).load_state_dict(values)
+    text = prepare(model, data="wikipedia-sample", protocol="gptq", seq_len=SEQ_LEN, tokens=windows * SEQ_LEN)
+    found = []
+    for ids in text.windows.ids[:windows]:
+        p, q = (one(ids[None]).logits[0].log_softmax(-1) for one in (original, changed))
+        found.append((p.exp() * (p - q)).sum(-1).mean())
+    return torch.stack(found)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """NAME=VALUE, the value as Python writes it, or a word."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", dest="options")
+    parser.add_argument(
+        "--channels", choices=("measured", "alike"), default="measured", help="in --method tune's error"
+    )
+    parser.add_argument("--windows", type=int, default=12, help="of evaluation text")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    asked = parser.parse_args()
+    options = dict(asked.options)
+    try:
+        blocks, learned, seconds = first_blocks(asked.model, asked.blocks, options, asked.channels == "alike")
+    except errors.QuantkitError as error:
+        parser.exit(1, f"Error: {error}\n")
+    kl = divergences(asked.model, blocks, asked.windows)
+    result = {
+        "model": Path(asked.model).name, "blocks": asked.blocks, "options": options, "channels": asked.channels,
+        "kl_mean": float(kl.mean()), "kl_stderr": float(kl.std() / len(kl) ** 0.5), "windows": asked.windows, "seq_len": SEQ_LEN,
+        "seconds_per_block": round(seconds, 1), "learned": learned, "hardware": hardware(), "versions": versions(),
+    }  # fmt: skip
+    text = json.dumps(result, indent=2) + "\n"
+    if asked.out is not None:
+        asked.out.write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
