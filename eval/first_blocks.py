@@ -27,8 +27,6 @@ from quantkit.convert.run import Progress
 from quantkit.evaluate.environment import hardware, versions
 from quantkit.evaluate.report import prepare
 
-SEQ_LEN = 512
-
 
 class _Enough(Exception):
     """So many blocks are done."""
@@ -64,19 +62,19 @@ def first_blocks(
         pass
     finally:
         run.quantize_block = quantize
-    return found, learned, (times[-1] - times[0]) / blocks
+    return found, learned, (times[-1] - times[0]) / len(found)
 
 
 @torch.no_grad()
-def divergences(model: str, blocks: dict[str, dict[str, Tensor]], windows: int) -> Tensor:
-    """KL(original || with these blocks) in nats, mean of each window of evaluation text."""
+def divergences(model: str, blocks: dict[str, dict[str, Tensor]], windows: int, data: str, seq_len: int) -> Tensor:
+    """KL(original || with these blocks) in nats, mean of each window of a text."""
     from transformers import AutoModelForCausalLM
 
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     changed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     for prefix, values in blocks.items():
         changed.get_submodule(prefix).load_state_dict(values)
-    text = prepare(model, data="wikipedia-sample", protocol="gptq", seq_len=SEQ_LEN, tokens=windows * SEQ_LEN)
+    text = prepare(model, data=data, protocol="gptq", seq_len=seq_len, tokens=windows * seq_len)
     found = []
     for ids in text.windows.ids[:windows]:
         p, q = (one(ids[None]).logits[0].log_softmax(-1) for one in (original, changed))
@@ -102,6 +100,8 @@ def main() -> None:
         "--channels", choices=("measured", "alike"), default="measured", help="in --method tune's error"
     )
     parser.add_argument("--windows", type=int, default=12, help="of evaluation text")
+    parser.add_argument("--seq-len", type=int, default=512, help="of these")
+    parser.add_argument("--data", default="wikipedia-sample")
     parser.add_argument("--out", type=Path, help="a JSON file")
     asked = parser.parse_args()
     options = dict(asked.options)
@@ -109,10 +109,10 @@ def main() -> None:
         blocks, learned, seconds = first_blocks(asked.model, asked.blocks, options, asked.channels == "alike")
     except errors.QuantkitError as error:
         parser.exit(1, f"Error: {error}\n")
-    kl = divergences(asked.model, blocks, asked.windows)
+    kl = divergences(asked.model, blocks, asked.windows, asked.data, asked.seq_len)
     result = {
         "model": Path(asked.model).name, "blocks": asked.blocks, "options": options, "channels": asked.channels,
-        "kl_mean": float(kl.mean()), "kl_stderr": float(kl.std() / len(kl) ** 0.5), "windows": asked.windows, "seq_len": SEQ_LEN,
+        "kl_mean": float(kl.mean()), "kl_stderr": float(kl.std() / len(kl) ** 0.5), "windows": asked.windows, "seq_len": asked.seq_len, "data": asked.data,
         "seconds_per_block": round(seconds, 1), "learned": learned, "hardware": hardware(), "versions": versions(),
     }  # fmt: skip
     text = json.dumps(result, indent=2) + "\n"
