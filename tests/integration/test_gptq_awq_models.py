@@ -46,6 +46,7 @@ def test_gptq_writes_its_config_twice_and_rules_for_layers_of_other_group_sizes(
     out = tmp_path / "out"
     report = qk.convert(tiny_original, out, format="gptq", group_size=64, symmetric=True, **RTN)
     assert any("96 inputs are no multiple of 64: groups of 32 for 3 of 21" in note for note in report.warnings)
+    assert "--group-size 32 gives all linears one group size, which more engines read" in report.warnings
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert json.loads((out / "quantize_config.json").read_text()) == config
     assert config["dynamic"] == {r"+:^model\.layers\.(?:0|1|2)\.mlp\.down_proj$": {"group_size": 32}}
@@ -62,6 +63,7 @@ def test_awq_uses_one_group_size_for_all_layers_and_says_so(tiny_original: Path,
     notes = "\n".join(plan.warnings)
     assert "96 inputs are no multiple of 64: groups of 32 for 3 of 21 linears" in notes
     assert "groups of 32 also for 18 of 21 linears with 64 inputs: one model in awq has one size" in notes
+    assert "one group size" not in notes  # they have one already
 
 
 def test_rules_that_awq_cannot_say_are_a_problem(tiny_original: Path, tmp_path: Path) -> None:
