@@ -27,6 +27,15 @@ from quantkit.convert.run import Progress
 from quantkit.evaluate.environment import hardware, versions
 from quantkit.evaluate.report import prepare
 
+ELSEWHERE = {
+    "rotate",
+    "distil",
+    "preset",
+    "rules",
+    "target_bpw",
+    "target_size",
+}  # they reach head, embeddings or the original itself
+
 
 class _Enough(Exception):
     """So many blocks are done."""
@@ -105,13 +114,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file")
     asked = parser.parse_args()
     options = dict(asked.options)
+    for name in ELSEWHERE & options.keys():
+        parser.error(f"{name} changes more than the first blocks; this trial would not see it")
+    if asked.channels == "alike" and options.get("method") != "tune":
+        parser.error("--channels alike: only --set method=tune looks at channels")
+    if asked.blocks < 1:
+        parser.error(f"--blocks {asked.blocks}: at least 1")
     try:
         blocks, learned, seconds = first_blocks(asked.model, asked.blocks, options, asked.channels == "alike")
-    except errors.QuantkitError as error:
+    except (errors.QuantkitError, TypeError) as error:  # TypeError: an option that there is not
         parser.exit(1, f"Error: {error}\n")
     kl = divergences(asked.model, blocks, asked.windows, asked.data, asked.seq_len)
     result = {
-        "model": Path(asked.model).name, "blocks": asked.blocks, "options": options, "channels": asked.channels,
+        "model": Path(asked.model).name, "blocks": len(blocks), "options": options, "channels": asked.channels,
         "kl_mean": float(kl.mean()), "kl_stderr": float(kl.std() / len(kl) ** 0.5), "windows": asked.windows, "seq_len": asked.seq_len, "data": asked.data,
         "seconds_per_block": round(seconds, 1), "learned": learned, "hardware": hardware(), "versions": versions(),
     }  # fmt: skip

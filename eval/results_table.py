@@ -23,7 +23,7 @@ except ModuleNotFoundError:  # Python 3.10
 ROOT = Path(__file__).resolve().parent.parent
 Results = list[tuple[dict[str, Any], dict[str, Any]]]
 HEAD = ["model", "weights", "bits / weight", "size", "perplexity", "KL (nats)", "same top token"]
-PEER_HEAD = ["model", "made by", "bits / weight", "perplexity", "KL (nats)", "seconds", "peak memory"]
+PEER_HEAD = ["model", "made by", "bits / weight", "perplexity", "KL (nats)", "peak memory"]
 
 
 def load_results(suite_name: str = "main", root: Path = ROOT) -> Results:
@@ -85,14 +85,13 @@ def peer_cells(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
         "" if bits is None else f"{bits:.3f}",
         f"{figures['perplexity']:.2f}",
         f"{figures['kl_mean']:.4f} ± {figures['kl_stderr']:.4f}",
-        f"{made['seconds']:.0f}",
         f"{made['peak_host_bytes'] / 1e9:.2f} GB",
     ]
 
 
 def render_peers(results: Results) -> str:
     """The peers beside us: by model, then by KL."""
-    lines = [" | ".join(PEER_HEAD), " | ".join(["---", "---", *["--:"] * 5])]
+    lines = [" | ".join(PEER_HEAD), " | ".join(["---", "---", *["--:"] * 4])]
     order = {row["model"]: i for i, (row, _) in reversed(list(enumerate(results)))}
     for row, result in sorted(results, key=lambda pair: (order[pair[0]["model"]], pair[1]["evaluation"]["kl_mean"])):
         lines.append(" | ".join(peer_cells(row, result)))

@@ -28,4 +28,9 @@ DRAWN = ("hqq",)  # they read no text, but see what random tokens do
 FOLDING = ("awq", "tune", "smooth", "hqq")  # they always scale channels before rounding: norms and biases change too
 # They compare with what the original model has (so does gptq with --gptaq): convert keeps its states beside the quantized ones.
 PAIRED: tuple[str, ...] = ("tune",)
-LATER = ("autoround", "kquant")
+LATER = ("kquant",)
+ELSEWHERE = {
+    "autoround": "tune",
+    "signround": "tune",
+    "dwq": "rtn --distil 128",
+}  # what other tools call it: what it is here

@@ -6,7 +6,7 @@
   back, with the loss that the loop itself will pay: ``e_j**2 / U_jj**2`` for an error e_j of column j.
 * Targets: where the inputs of the original model are known (y beside x), what is approximated is ``W y`` and not ``W x`` (Li et al.,
   arXiv 2504.02692). With ``C = mean of (y - x) xᵀ`` and exact weights the best answer is ``W + W C H^-1``; rounding that with H minimises the
-  same loss, up to a constant.
+  same loss, up to a constant. C is an estimate, whose noise the inverse enlarges: ``GPTQOptions.pull`` of that way is gone, a quarter.
 * Then codes and scales are refined (``algorithms.refine``): the loop never looks back.
 """
 

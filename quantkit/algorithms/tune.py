@@ -97,6 +97,8 @@ def tune(
 
     best = dict(start)
     before = after = measure(best)
+    if not math.isfinite(before):
+        return Tuned(best, before, after, 0, "the block's error is not finite on the windows held back")
     at, draws = 0, _draws(learned, options.seed)
     looks = {options.steps * look // options.checks for look in range(1, options.checks + 1)}
     for step in range(1, options.steps + 1):

@@ -75,9 +75,10 @@ class ConvertOptions:
         self._check_numbers()
         check_preset(self.preset)
         if self.method not in algorithms.METHODS:
-            later = self.method in algorithms.LATER
+            later = "has not landed yet" if self.method in algorithms.LATER else "no such method"
+            here = algorithms.ELSEWHERE.get(str(self.method))
             raise RequestError(
-                f"--method {self.method}: {'has not landed yet' if later else 'no such method'}. "
+                f"--method {self.method}: {later if here is None else f'--method {here} does that here'}. "
                 f"Methods: {', '.join(algorithms.METHODS)}."
             )
         if self.group_size == "channel":  # the command line's word for it

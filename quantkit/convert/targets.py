@@ -214,9 +214,14 @@ def _say_adapted(
             found.warnings.append(
                 f"{text} ({form.name} has no short groups; native has)" if width % (asked or 1) else text
             )
-    sizes = {t.scheme.group_size for t in found.chosen.values()} - {None}
+    sizes = {size for t in found.chosen.values() if (size := t.scheme.group_size) is not None}
     common = min(sizes, default=0)
-    if adapted and not options.allocates and len(sizes) > 1 and all(t.in_features % common == 0 for t in found.chosen.values()):
+    if (
+        adapted
+        and not options.allocates
+        and len(sizes) > 1
+        and all(t.in_features % common == 0 for t in found.chosen.values())
+    ):
         found.warnings.append(f"--group-size {common} gives all linears one group size, which more engines read")
     ragged = sum(1 for t in found.chosen.values() if t.scheme.group_size and t.in_features % t.scheme.group_size)
     if ragged:

@@ -54,6 +54,7 @@ def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None
         (["--group-size", "-5"], 2, ["group_size=-5", "'channel'"]),
         (["--group-size", "many"], 2, ["--group-size many", "positive number"]),
         (["--method", "kquant"], 2, ["kquant", "not landed yet", "gptq"]),
+        (["--method", "autoround"], 2, ["autoround", "--method tune does that here"]),
         (["--method", "magic"], 2, ["magic", "no such method"]),
         (["--format", "gguf"], 2, ["gguf", "not landed yet"]),
         (["--kv-bits", "5"], 2, ["--kv-bits 5", "16"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,30 @@ def test_only_the_first_blocks_are_quantized_and_all_of_them_cost_more(
         for blocks in ({}, some, every)
     )
     assert none == 0 < one < two
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--set", "rotate=True"], "rotate changes more"),
+        (["--set", "distil=32"], "distil changes more"),
+        (["--channels", "alike", "--set", "method=gptq"], "only --set method=tune"),
+        (["--blocks", "0"], "at least 1"),
+        (["--set", "groupsize=64"], "'groupsize' .did you mean 'group_size'"),
+    ],
+)
+def test_what_a_trial_would_not_see_is_refused(
+    trial: Any,
+    tiny_original: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["first_blocks.py", str(tiny_original), *given])
+    with pytest.raises(SystemExit):
+        trial.main()
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_channels_that_count_alike_teach_another_block(trial: Any, tiny_original: Path, calibration_text: Path) -> None:

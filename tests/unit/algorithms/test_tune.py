@@ -187,6 +187,17 @@ def test_one_window_teaches_nothing() -> None:
     assert all(found.quantized[name] is q for name, q in start.items())
 
 
+def test_windows_held_back_that_overflow_are_said_to_be_why_nothing_was_learned() -> None:
+    inputs = windows(9, 8, 8)
+    weights = {"w": torch.randn(4, 8, generator=torch.Generator().manual_seed(3))}
+    targets = [linear(weights, x) for x in inputs]
+    inputs[0] = inputs[0] * 1e30  # held back; its output's square is no float32
+
+    found = tune(linear, weights, {"w": rtn(weights["w"], SCHEME).quantized}, inputs, targets, TuneOptions(steps=4))
+    assert found.trouble == "the block's error is not finite on the windows held back"
+    assert found.step == 0
+
+
 def test_an_error_that_is_not_finite_ends_learning_with_the_best_so_far() -> None:
     weights, start, x, y = gated_case()
     calls = []

@@ -117,7 +117,8 @@ def test_a_size_is_told_in_the_unit_that_people_read(asked: int | str, shown: st
 @pytest.mark.parametrize(("given", "meant"), [("groupsize", "'group_size'"), ("sym", "'symmetric'"), ("xyz", None)])
 def test_a_name_that_is_not_known_is_refused_with_the_one_that_was_meant(given: str, meant: str | None) -> None:
     with pytest.raises(
-        TypeError, match=f"unexpected option '{given}'" + (rf" \(did you mean {meant}\?\)" if meant else r"\. Known: act")
+        TypeError,
+        match=f"unexpected option '{given}'" + (rf" \(did you mean {meant}\?\)" if meant else r"\. Known: act"),
     ):
         refuse_unknown(["bits", given])
     with pytest.raises(TypeError, match=rf"unexpected options 'aaa', '{given}'.*, on_progress, "):
