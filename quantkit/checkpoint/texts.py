@@ -79,7 +79,7 @@ def load_text(name: str, *, split: Split) -> Text:
     if not path.exists():
         raise SourceError(
             f"{name}: no such file, and no text of that name is known. Known are wikipedia-sample, news-sample, builtin, "
-            "hub:DATASET; or give a .txt, .md, .gz, .jsonl or .parquet file."
+            "self (for convert), hub:DATASET; or give a .txt, .md, .gz, .jsonl or .parquet file."
         )
     if path.is_dir():
         raise SourceError(f"{name}: a folder. Give one text file.")

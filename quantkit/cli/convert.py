@@ -225,14 +225,14 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     plan.raise_problems()
     if not as_json:
         for warning in plan.warnings:
-            click.echo(f"note: {warning}", err=True)
+            print_lines(f"note: {warning}", err=True)
     with bar() as listen:
 
         def heard(progress: Any) -> None:
             if progress.stage != "chosen":
                 listen(progress.stage, progress.done, progress.total, progress.note)
             elif not as_json:  # while there is still time to ask for something else
-                click.echo(progress.note, err=True)
+                print_lines(progress.note, err=True)
 
         report = run(plan, heard, started)
     print_json(report.to_json()) if as_json else print_lines(report.table(warned=True))

@@ -20,11 +20,10 @@ def print_json(data: dict[str, Any]) -> None:
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def print_lines(text: str) -> None:
-    """Lines on stdout; on a terminal, long ones are wrapped at words and go on below their first word."""
-    if sys.stdout.isatty():
-        text = wrap(text, shutil.get_terminal_size().columns)
-    click.echo(text)
+def print_lines(text: str, *, err: bool = False) -> None:
+    """Lines on stdout, or on stderr as it is now: above a bar, not into it. On a terminal, long ones are wrapped at words and go on below their first word."""
+    stream = sys.stderr if err else sys.stdout
+    print(wrap(text, shutil.get_terminal_size().columns) if stream.isatty() else text, file=stream)
 
 
 def wrap(text: str, columns: int) -> str:

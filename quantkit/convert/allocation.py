@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quantkit.convert.options import AUTO, ConvertOptions
-from quantkit.convert.probe import Unit
+from quantkit.convert.probe import TOKENS, WINDOWS, Unit
 from quantkit.convert.rules import fused_groups
 from quantkit.convert.targets import Target, Targets, second_copy
 from quantkit.core.host import size_text
@@ -81,15 +81,15 @@ class Allocation:
     def _said(self, size: int, bits: float) -> str:
         return f"{bits:.3f} bits per weight ({size} bytes), {size_text(self.fixed)} of it for tensors that are not quantized"
 
-    def describe(self) -> list[str]:
-        """Lines of a plan for people."""
+    def describe(self, text: str) -> list[str]:
+        """Lines of a plan for people. text: what is read for the measurement."""
         low, high = self._range()
         options = sum(len(unit.options) for unit in self.units)
         return [
             f"  target    {self.asked}: {size_text(self.budget)} for {self.parameters / 1e6:.1f} M parameters; from {low:.3f} to {high:.3f} bits "
             f"per weight are possible",
             f"  measures  {len(self.units)} groups of weights, {options} choices in all: what each does to the output, one pass forward and "
-            "one back before anything is quantized",
+            f"one back on up to {WINDOWS} windows of {TOKENS} tokens of {text}, before anything is quantized",
         ]
 
     def to_json(self) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def describe(plan: Plan) -> str:
     if plan.products is not None:
         lines.append(f"  runs on   {plan.device}, in {WORDS[plan.products]}{_why(plan)}; rounds in float32")
     if plan.allocation is not None:
-        lines += plan.allocation.describe()
+        text = plan.probe or plan.windows
+        lines += plan.allocation.describe("" if text is None else text.name)
     if o.method == "tune":
         tokens = max(1, SIGN_STEP_TOKENS // o.seq_len) * o.seq_len
         lines.append(
@@ -48,7 +49,7 @@ def describe(plan: Plan) -> str:
     for (shape, scheme), names in sorted(_schemes(plan).items()):
         lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
     lines += [
-        f"  keeps     {len(plan.plain)} tensors {'unrounded (norms learn)' if o.distil else 'unchanged'}{_kept_words(plan)}",
+        f"  keeps     {len(plan.plain)} tensor{'' if len(plan.plain) == 1 else 's'} {'unrounded (norms learn)' if o.distil else 'unchanged'}{_kept_words(plan)}",
         f"  needs     host {size_text(p.host)}, device {size_text(p.device)}, disk {size_text(p.disk)} while running; output {size_text(p.output)}",
     ]
     if plan.allocation is None:  # else: known when the bits are

@@ -225,6 +225,7 @@ class _Pass:
                 for step in range(done, self.steps):
                     self._step(step)
                     self._keep(done := step + 1)
+                self.listen("distil", self.steps, self.steps, "")
                 after = self._judge(rounded=True)
         except _NotFinite as error:  # an hour's blocks stand behind this: they are worth keeping
             result.notes.append(f"--distil: the divergence of step {error} is not finite; nothing was changed")
@@ -257,6 +258,7 @@ class _Pass:
             plan.weights.load(plan.blocks.name(index), plan.device)
             advance(block, found, self.calls[index])
             plan.weights.release(plan.blocks.name(index))
+        self.listen("original", len(plan.blocks), len(plan.blocks), "")
         outside = [name for name in plan.weights.parameters if not name.startswith(f"{plan.blocks.prefix}.")]
         load_parameters(plan.model, plan.weights, outside, plan.device)
         for step, state in enumerate(found):

@@ -81,6 +81,7 @@ class Probe:
             for unit in units:
                 if unit.kind != "linear":
                     found[unit.members] = self._outside(unit, gradients, head)
+        listen(total, total)
         return Measured([found[unit.members] for unit in units], channels)
 
     @contextmanager

@@ -102,7 +102,7 @@ class RepackPlan:
             + (f"; {self.cache.options.cache.words()}, calibrated" if self.cache is not None else "")
             + (f"; {label_words(self.kv_bits)}" if self.kv is not None else ""),
             *(f"  linears   {count:4d} x {scheme}" for scheme, count in self.schemes().items()),
-            f"  keeps     {len(self.plain)} tensors unchanged",
+            f"  keeps     {len(self.plain)} tensor{'' if len(self.plain) == 1 else 's'} unchanged",
             f"  needs     host {self.host / 1e6:.0f} MB, disk {2 * self.output / 1e6:.1f} MB while running; output {self.output / 1e6:.1f} MB",
             *(f"  note      {warning}" for warning in self.warnings),
             *(f"  PROBLEM   {problem}" for problem in self.problems),

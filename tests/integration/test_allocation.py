@@ -282,6 +282,8 @@ def test_the_curve_is_shown_as_soon_as_bits_are_chosen(
     report = convert(tiny_original, tmp_path / "a", calibration_text, **CASES[0], on_progress=heard.append)
     stages = list(dict.fromkeys(one.stage for one in heard))
     assert stages[:4] == ["read", "measure", "chosen", "blocks"]
+    last = [one for one in heard if one.stage == "measure"][-1]
+    assert last.done == last.total > 0  # or a bar stands still at 59 of 60
     (chosen,) = [one.note for one in heard if one.stage == "chosen"]
     assert chosen in report.table()
     target = ("--calibration", calibration_text, "--samples", 4, "--seq-len", 32, "--format", "native", "--target-bpw", "6.5", "--sym")  # fmt: skip
