@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a JSON file")
     asked = parser.parse_args()
     options = dict(asked.options)
-    for name in ELSEWHERE & options.keys():
+    for name in sorted(ELSEWHERE & options.keys()):
         parser.error(f"{name} changes more than the first blocks; this trial would not see it")
     if asked.channels == "alike" and options.get("method") != "tune":
         parser.error("--channels alike: only --set method=tune looks at channels")
