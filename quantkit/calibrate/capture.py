@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibrate.guide import Guide
 from quantkit.calibrate.products import model_runs
 from quantkit.calibrate.stats import Hessian
 from quantkit.calibrate.transfer import Shuttle
@@ -52,11 +53,12 @@ def observe(
     kv: KeyValueSink | None = None,
     exact: Sequence[Tensor] = (),
     cross: bool = True,
+    guide: Guide | None = None,
 ) -> list[Hessian]:
     """One Hessian per input group, over all states ([batch, tokens, hidden] each, on the host). kv: also observe keys and values.
 
     exact: the original model's states beside ``states``, advanced in place: the block still has its original weights, and the Hessians get
-    their ``cross`` (unless that is False), but for experts, which other tokens reach in the original model. Runs, and keeps the statistics, on the device that the
+    their ``cross`` (unless that is False), but for experts, which other tokens reach in the original model. guide: how much each token counts, where it is known. Runs, and keeps the statistics, on the device that the
     block is on; ``call`` must be there too.
     """
     device = device_of(block)
@@ -65,9 +67,10 @@ def observe(
     cache = _ObservingCache(kv) if kv is not None else None
     seen: set[int] = set()
     beside: dict[int, Tensor] = {}
+    counts: dict[int, Tensor] = {}
 
     def see(index: int, x: Tensor) -> None:
-        hessians[index].add(x, beside.pop(index, None))
+        hessians[index].add(x, beside.pop(index, None), counts.get(index))
         seen.add(index)
         if len(seen) == len(groups) and (cache is None or cache.called):
             raise _Done
@@ -80,6 +83,8 @@ def observe(
     with model_runs(device):
         for index, hidden in enumerate(Shuttle(states, device).arriving()):
             seen.clear()
+            if guide is not None:
+                counts = {i: guide.weights(names, hidden) for i, names in enumerate(groups) if guide.knows(names)}
             if cache is not None:
                 cache.called = False
             if exact:

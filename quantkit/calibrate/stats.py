@@ -21,6 +21,7 @@ class Hessian:
     matrix.
 
     cross: the running sum of (y - x) xᵀ, if ``add`` is given what the original model has (y) in the place of each x; else None.
+    mass: the sum of the tokens' weights, if ``add`` is given those; else None, and each counts 1.
     """
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
@@ -28,11 +29,13 @@ class Hessian:
         self.sum = torch.zeros(in_features, in_features, dtype=dtype, device=device)
         self.largest = torch.zeros(in_features, device=device)
         self.cross: Tensor | None = None
+        self.mass: Tensor | None = None
         self.tokens = 0
         self.dropped = 0
 
-    def add(self, x: Tensor, exact: Tensor | None = None) -> None:
-        """x: [..., in_features]. exact: the same of the original model, always or never given; a token is dropped if either is not finite."""
+    def add(self, x: Tensor, exact: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """x: [..., in_features]. exact: the same of the original model; a token is dropped if either is not finite. weights: [tokens], positive. Both are
+        always or never given."""
         rows = x.reshape(-1, x.shape[-1]).float()
         finite = torch.linalg.vector_norm(rows, dim=-1) < LARGEST_NORM  # False for NaN too
         beside = None if exact is None else exact.reshape(rows.shape).float()
@@ -42,9 +45,16 @@ class Hessian:
             self.dropped += int((~finite).sum())
             rows = rows[finite]
             beside = None if beside is None else beside[finite]
+            weights = None if weights is None else weights[finite]
         self.tokens += rows.shape[0]
         if rows.shape[0]:
             torch.maximum(self.largest, rows.abs().amax(0), out=self.largest)
+        if weights is not None:
+            total = weights.sum(dtype=torch.float64)
+            self.mass = total if self.mass is None else self.mass + total
+            root = weights.sqrt()[:, None]
+            rows = rows * root
+            beside = None if beside is None else beside * root
         self._accumulate(rows)
         if beside is not None:
             self.cross = torch.zeros_like(self.sum) if self.cross is None else self.cross
@@ -62,7 +72,7 @@ class Hessian:
                 self.sum[i : i + size, j : j + size] += multiply(left, rights[:, j : j + size])
 
     def result(self, name: str = "input") -> Tensor:
-        """Mean of x xᵀ, [in, in], in the dtype of the sum. Raises NumericsError if too many tokens were dropped or none was seen."""
+        """Mean of x xᵀ, weighted if tokens are, [in, in], in the dtype of the sum. Raises NumericsError if too many tokens were dropped or none was seen."""
         total = self.tokens + self.dropped
         if self.dropped > NON_FINITE_LIMIT * total:
             raise NumericsError(
@@ -72,5 +82,12 @@ class Hessian:
             )
         if self.tokens == 0:
             raise NumericsError(f"{name}: no calibration token reached this layer.")
-        upper = torch.triu(self.sum) / self.tokens
+        upper = torch.triu(self.sum) / self._count()
         return upper + torch.triu(upper, 1).t()
+
+    def mean_cross(self) -> Tensor | None:
+        """Mean of (y - x) xᵀ, [in, in]; the sum is given away."""
+        return None if self.cross is None else self.cross.div_(self._count())
+
+    def _count(self) -> float:
+        return self.tokens if self.mass is None else float(self.mass)

@@ -155,6 +155,11 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     help="gptq: scale channels by AWQ's search first; norms and biases change too. (preset balanced; --no-fold takes it out)",
 )
 @click.option(
+    "--guided/--no-guided",
+    default=False,
+    help="gptq: tokens count by what they mean to the model's output, measured first in one pass forward and back. (preset balanced; --no-guided takes it out)",
+)
+@click.option(
     "--rotate/--no-rotate",
     default=False,
     help="Rotate residual stream and values first (Hadamard, folded into the weights; llama, mistral, qwen3). A tied head becomes a matrix of its own.",

@@ -37,6 +37,10 @@ def describe(plan: Plan) -> str:
     if plan.allocation is not None:
         text = plan.probe or plan.windows
         lines += plan.allocation.describe("" if text is None else text.name)
+    if o.guided:
+        lines.append(
+            f"  weighs    each token by what it means to the model's output (one pass forward and back on up to {WINDOWS} windows of {TOKENS} tokens)"
+        )
     if o.method == "tune":
         tokens = max(1, SIGN_STEP_TOKENS // o.seq_len) * o.seq_len
         lines.append(

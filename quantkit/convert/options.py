@@ -59,6 +59,7 @@ class ConvertOptions:
     seq_len: int = 1024
     damping: float = 0.01
     fold: bool = False  # gptq: scale channels first, by AWQ's search
+    guided: bool = False  # gptq: tokens count by what they mean to the model's output, see calibrate.guide
     rotate: bool = False  # residual stream and values, see model.rotate
     gptaq: bool = False  # gptq: aim at what the original model's inputs give
     tune_steps: int = 120  # of learning, per block: --method tune
@@ -184,7 +185,7 @@ class ConvertOptions:
         in_preset = {} if self.preset is None else PRESETS[self.preset]
         return {
             name: getattr(self, name)
-            for name in ("fold", "gptaq", "rotate", "tune_steps", "distil")
+            for name in ("fold", "guided", "gptaq", "rotate", "tune_steps", "distil")
             if (self.method == "tune" if name == "tune_steps" else getattr(self, name) or in_preset.get(name))
         }
 
@@ -259,7 +260,7 @@ DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(ConvertOptio
 # What a preset sets; an option that was given wins, another method contradicts.
 PRESETS: dict[str, dict[str, Any]] = {
     "fast": {"method": "hqq", "scales": "search"},
-    "balanced": {"method": "gptq", "scales": "search", "fold": True},
+    "balanced": {"method": "gptq", "scales": "search", "fold": True, "guided": True},
     "best": {"method": "tune", "scales": "search", "distil": 128},
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED
 from quantkit.calibrate.data import Windows
+from quantkit.calibrate.guide import Guide
 from quantkit.calibrate.products import choose_products
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
@@ -64,6 +65,9 @@ class Plan:
     allocated: dict[str, Any] | None = None  # what was chosen, and from what: see ``convert.allocated``
     probe: Windows | None = None  # text for that alone, if the method itself reads none
     channels: list[Tensor] | None = None  # by block, how much each channel of its output counts; found by ``settle``
+    guides: list[Guide | None] | None = (
+        None  # by block, how much a token counts for its linears; found by ``settle``, None if nobody asked
+    )
 
     def layout(self) -> Layout:
         names, known = self.weights.names, routers(self.model)
@@ -93,7 +97,7 @@ class Plan:
     @property
     def probes(self) -> bool:
         """True if something is measured before the first block."""
-        return self.allocation is not None or self.options.method == "tune"
+        return self.allocation is not None or self.options.method == "tune" or self.options.guided
 
     def outside(self) -> list[Target]:
         """Head and embeddings that are quantized."""
@@ -139,10 +143,12 @@ def make_plan(options: ConvertOptions) -> Plan:
     sizes = count_sizes(options, weights, blocks, targets, plain, [*split, *rewritten], windows)
     if allocation is not None:
         sizes = replace(sizes, packed_bytes=max(allocation.budget, allocation.least) - sizes.plain_bytes)
-    if allocation is not None or options.method == "tune":  # see ``Plan.probes``
+    if allocation is not None or options.method == "tune" or options.guided:  # see ``Plan.probes``
         units = () if allocation is None else allocation.units
         file = file_bytes(sizes.hidden, len(blocks))
-        sizes = replace(sizes, measuring=bytes_needed(sizes, weights, blocks, units), measuring_file=file)
+        sizes = replace(
+            sizes, measuring=bytes_needed(sizes, weights, blocks, units, options.guided), measuring_file=file
+        )
     if options.method in ("gptq", "tune"):
         column_loops(device)  # in memory from here on
     prediction = predict(sizes, device.type)
@@ -189,8 +195,14 @@ def _text_notes(options: ConvertOptions, weights: Weights, blocks: Blocks, windo
         for index, block in enumerate(blocks.modules)
         for name in dict.fromkeys(of for of, _ in expert_linears(block).values())
     ]
-    if options.gptaq and mixtures:
+    more = ""
+    if mixtures:
         more = f" and {len(mixtures) - 1} more" if len(mixtures) > 1 else ""
+    if options.guided and mixtures:
+        notes.append(
+            f"--guided: not for the experts ({mixtures[0]}{more}): every token that reaches one counts the same"
+        )
+    if options.gptaq and mixtures:
         notes.append(
             f"--gptaq: not for the experts ({mixtures[0]}{more}): the original model routes other tokens to them, so they aim at the outputs "
             "of their own weights, as without --gptaq; all other linears aim at the original's"

@@ -1,5 +1,5 @@
-"""The pass that measures what counts for the model's output, before anything is quantized: each choice of bits, and each channel of each block's
-output. Forward through the original model, and back, with one block in memory at a time. States in front of every block wait on the disk."""
+"""The pass that measures what counts for the model's output, before anything is quantized: each choice of bits, each channel of each block's
+output, and each token. Forward through the original model, and back, with one block in memory at a time. States in front of every block wait on the disk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate import sensitivity
+from quantkit.calibrate.guide import Guide, bytes_to_fit, fit_guide, listening
 from quantkit.checkpoint.writer import disk
 from quantkit.convert.device import release_memory
 from quantkit.convert.embed import outside_blocks
@@ -21,7 +22,8 @@ from quantkit.convert.memory import Sizes
 from quantkit.core import affine
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError, UnsupportedModel
-from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.experts import expert_linears
+from quantkit.model.skeleton import Blocks, Weights, block_linears
 from quantkit.model.stepper import Call, record, run_block, same_call
 
 WINDOWS, TOKENS = 8, 512  # of calibration text that are looked at
@@ -40,24 +42,35 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """damage: nats of KL per token for each option of each unit, alone. channels: by block, ``sensitivity.channel_shares`` of its output, on the host."""
+    """damage: nats of KL per token for each option of each unit, alone. channels: by block, ``sensitivity.channel_shares`` of its output; guides: by block, how much a token
+    counts, None if nobody asked. On the host."""
 
     damage: list[list[float]]
     channels: list[Tensor]
+    guides: list[Guide | None] | None = None
 
 
 Listener = Callable[[int, int], None]
 
 
 class Probe:
-    """The original model on a few windows. ids: int64 ``[windows, tokens]``."""
+    """The original model on a few windows. ids: int64 ``[windows, tokens]``. guided: linears whose tokens are weighed (module names)."""
 
     def __init__(
-        self, weights: Weights, blocks: Blocks, ids: Tensor, device: torch.device, folder: Path, seed: int, search: bool
+        self,
+        weights: Weights,
+        blocks: Blocks,
+        ids: Tensor,
+        device: torch.device,
+        folder: Path,
+        seed: int,
+        search: bool,
+        guided: Sequence[str] = (),
     ) -> None:
         self.model: Any = weights.model
         self.weights, self.blocks, self.device = weights, blocks, device
         self.ids, self.file, self.search = ids[:WINDOWS, :TOKENS], folder / "probe.bin", search
+        self.guided = frozenset(guided)
         self.draws = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(seed))
 
     def measure(self, units: Sequence[Unit], listen: Listener) -> Measured:
@@ -72,17 +85,20 @@ class Probe:
                 gradients, head = self._tail(states, any(unit.kind in ("head", "tied") for unit in units))
                 found: dict[tuple[str, ...], list[float]] = {}
                 channels: list[Tensor] = []
+                guides: list[Guide | None] = []
                 for index in reversed(range(len(self.blocks))):
                     listen(total - 1 - index, total)
                     channels.insert(0, sensitivity.channel_shares(gradients).cpu())
-                    found |= self._back(index, gradients, calls[index].to(self.device), units)
+                    more, guide = self._back(index, gradients, calls[index].to(self.device), units)
+                    found |= more
+                    guides.insert(0, guide)
             finally:
                 self.file.unlink(missing_ok=True)
             for unit in units:
                 if unit.kind != "linear":
                     found[unit.members] = self._outside(unit, gradients, head)
         listen(total, total)
-        return Measured([found[unit.members] for unit in units], channels)
+        return Measured([found[unit.members] for unit in units], channels, guides if self.guided else None)
 
     @contextmanager
     def _outside_loaded(self) -> Iterator[None]:
@@ -156,17 +172,26 @@ class Probe:
 
     def _back(
         self, index: int, gradients: list[Tensor], call: Call, units: Sequence[Unit]
-    ) -> dict[tuple[str, ...], list[float]]:
-        """One block: its units' damage, and the gradients in front of it."""
+    ) -> tuple[dict[tuple[str, ...], list[float]], Guide | None]:
+        """One block: its units' damage, what its tokens count, and the gradients in front of it."""
         prefix, block = self.blocks.name(index), self.blocks.modules[index]
         mine = [unit for unit in units if unit.kind == "linear" and unit.members[0].startswith(f"{prefix}.")]
         names = [member.removeprefix(f"{prefix}.") for unit in mine for member in unit.members]
         self.weights.load(prefix, self.device)
         reads: list[sensitivity.Read] = []
+        squares: list[dict[str, Tensor]] = []
+        experts = expert_linears(block)
+        weighed = [n for n in block_linears(block) if f"{prefix}.{n}" in self.guided and n not in experts]
         for window, gradient in enumerate(gradients):
             state = self._kept(index, window, gradient)
-            gradients[window], more = sensitivity.backward(block, state, call, gradient, names)
+            with listening(block, weighed, state.shape[1]) as heard:
+                gradients[window], more = sensitivity.backward(block, state, call, gradient, names)
             reads += more
+            squares.append(heard)
+        guide = None
+        if weighed:
+            states = [self._kept(index, window, gradient) for window, gradient in enumerate(gradients)]
+            guide = fit_guide(block, states, squares)
         found = {}
         for unit in mine:
             weights = {
@@ -178,7 +203,7 @@ class Probe:
         del reads
         self.weights.release(prefix)
         release_memory(self.device)
-        return found
+        return found, None if guide is None else guide.on_host()
 
     def _rounding(self, scheme: Scheme | None) -> sensitivity.Rounding:
         return partial(rounded, scheme=scheme, search=self.search)
@@ -213,8 +238,8 @@ class Probe:
         return [total / (2 * self.ids.numel()) for total in sensitivity.steadied(direct, rough)]
 
 
-def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence[Unit]) -> int:
-    """What ``Probe.measure`` takes."""
+def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence[Unit], guided: bool = False) -> int:
+    """What ``Probe.measure`` takes. guided: tokens are weighed."""
     outside = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
     vocabulary: int = weights.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     head = any(unit.kind in ("head", "tied") for unit in units)
@@ -224,7 +249,9 @@ def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence
     shares = 6 * tokens * sizes.hidden  # squares in float64, their shares, and those that are finite
     kept = tokens // sensitivity.STRIDE * 2 * sizes.inner + 9 * sizes.largest_group if units else 0
     block = sizes.block + kept + 4 * TOKENS * sizes.inner
-    return 4 * (streams + max(tail, block, shares))
+    linears = max(len(block_linears(one)) for one in blocks.modules)
+    fit = sizes.block + bytes_to_fit(sizes.hidden, linears, tokens) // 4 if guided else 0
+    return 4 * (streams + max(tail, block, shares, fit))
 
 
 def file_bytes(hidden: int, blocks: int) -> int:

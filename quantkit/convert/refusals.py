@@ -77,6 +77,7 @@ def _without_effect(options: ConvertOptions) -> dict[str, str]:
         useless["damping"] = f"--method {options.method} uses no statistics of a text"
     if options.method != "gptq":
         useless["fold"] = f"--method {options.method} does not scale channels"
+        useless["guided"] = f"--method {options.method} does not weigh tokens"
         useless["gptaq"] = f"--method {options.method} has no targets of its own"
     if options.method == "smooth":
         useless["damping"] = "--method smooth rounds without a Hessian"

@@ -8,7 +8,8 @@
       parts/block-0007.json     one finished step: sums of its tensors, and its facts for the report
       parts/block-0007.safetensors
       text.json                 calibration text that the model wrote itself
-      measured.json             what each choice of bits would cost, and which channels count
+      measured.json             what each choice of bits would cost, which channels count and which tokens
+      guides.safetensors        the numbers of the last
       states-0.bin, .json       hidden states in front of some block; two files in turn
     .NAME.partial-TOKEN/        the output while it is put together, one rename away from its name
 
@@ -46,6 +47,7 @@ from quantkit.convert.block import BlockResult
 from quantkit.convert.cache import from_record, to_record
 from quantkit.convert.device import device_name
 from quantkit.convert.folder import beside_sha256
+from quantkit.convert.measured import RECORD, keep_measured, kept_measured
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import busy, check_places, read_job
 from quantkit.convert.plan import Plan
@@ -55,7 +57,9 @@ from quantkit.convert.states import StateStore
 from quantkit.core.precision import cpu_has_amx
 from quantkit.errors import NumericsError, RequestError, UnsupportedModel
 
-LAYOUT = 2  # of the work folder; 2: what channels count is measured before the first block, and blocks learn by it
+LAYOUT = (
+    3  # of the work folder; 3: beside what channels count, what tokens do may have been measured before the first block
+)
 INCURABLE = (NumericsError, UnsupportedModel, RequestError)  # the same again would come of the same: nothing is kept
 
 
@@ -143,14 +147,11 @@ class Work:
 
     def keep_measured(self, found: Measured) -> None:
         """Keep what was measured before the first block."""
-        record = {"damage": found.damage, "channels": [one.tolist() for one in found.channels]}
-        with disk(self.folder):
-            write_record(self.folder / "measured.json", record)
+        keep_measured(self.folder, found)
 
     def measured(self) -> Measured | None:
         """What ``keep_measured`` kept, or None."""
-        found = read_record(self.folder / "measured.json") if self.resumed else None
-        return None if found is None else Measured(found["damage"], [torch.tensor(one) for one in found["channels"]])
+        return kept_measured(self.folder) if self.resumed else None
 
     @property
     def finished(self) -> dict[str, Any] | None:
@@ -175,7 +176,7 @@ class Work:
         Returns what to tell the user, "" if an error left nothing to go on from.
         """
         kept = any((self.folder / "parts").glob("*.json")) or any(
-            (self.folder / name).exists() for name in ("text.json", "measured.json")
+            (self.folder / name).exists() for name in ("text.json", RECORD)
         )
         if isinstance(error, INCURABLE) or not kept:
             self.writer.abandon()

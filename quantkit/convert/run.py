@@ -308,7 +308,8 @@ class _Conversion:
         observer = KVObserver() if plan.options.cache.wanted and not later else None
         if not wanted and observer is None and not exact:
             return []
-        hessians = observe(block, states, call, wanted, observer, exact, plan.options.crossed)
+        guide = None if plan.guides is None else plan.guides[index]
+        hessians = observe(block, states, call, wanted, observer, exact, plan.options.crossed, guide)
         if observer is not None:
             self._kv_ranges(index, observer, block, states, call, result)
         tokens = [h.tokens for h in hessians]
@@ -317,8 +318,7 @@ class _Conversion:
         for group, count in zip(wanted, tokens, strict=True):  # each sum is freed as soon as its mean is taken
             h = hessians.pop(0)
             mean = h.result(f"{prefix}.{group[0]}") if h.tokens + h.dropped else None
-            cross = None if h.cross is None else h.cross.div_(h.tokens)
-            groups.append(InputGroup(group, mean, count, h.dropped, h.largest, cross))
+            groups.append(InputGroup(group, mean, count, h.dropped, h.largest, h.mean_cross()))
         return groups
 
     def _kv_ranges(

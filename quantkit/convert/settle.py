@@ -1,4 +1,4 @@
-"""What is measured before the first block, and decided by it: the bits within a size, and which channels of a block's output learning looks at."""
+"""What is measured before the first block, and decided by it: the bits within a size, which channels of a block's output learning looks at, and which tokens count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quantkit.convert.resume import Work
 
 
 def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
-    """Give every weight of a plan with a target its scheme, and a plan that learns its ``channels``. What was measured is kept in the work folder:
+    """Give every weight of a plan with a target its scheme, and a plan that learns its ``channels``, one that is guided its ``guides``. What was measured is kept in the work folder:
     a resumed job goes on with the same.
 
     Raises what ``Probe.measure`` raises, NumericsError for a damage that is not finite.
@@ -39,10 +39,11 @@ def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
             work.folder,
             plan.options.seed,
             plan.options.scales != "minmax",
+            [name for name, target in plan.targets.items() if target.kind == "linear"] if plan.options.guided else (),
         )
         measured = probe.measure(() if allocation is None else allocation.units, listen)
         work.keep_measured(measured)
-    plan.channels = measured.channels
+    plan.channels, plan.guides = measured.channels, measured.guides
     if allocation is not None:
         _choose(plan, allocation, windows, measured.damage)
 

@@ -1,6 +1,8 @@
-"""What goes with GPTQ: AWQ's channel factors before it (``--fold``, which preset balanced sets), targets of the original's inputs (``--gptaq``)."""
+"""What goes with GPTQ: AWQ's channel factors before it (``--fold``, which preset balanced sets), targets of the original's inputs
+(``--gptaq``), tokens that count by what they mean (``--guided``, in balanced too)."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ def test_balanced_folds(tiny_original: Path, tmp_path: Path) -> None:
     asked = ConvertOptions(str(tiny_original), tmp_path / "out", **apply_preset("balanced", {}))
     assert asked.method == "gptq"
     assert asked.folds
+    assert asked.guided
 
 
 @pytest.mark.parametrize(("method", "reason"), [("awq", "always scales channels"), ("rtn", "does not scale channels")])
@@ -94,23 +97,30 @@ def test_gptaq_beside_another_method_is_refused(tiny_original: Path, tmp_path: P
         quantkit.convert(tiny_original, out=tmp_path / "out", method="awq", gptaq=True)
 
 
-@pytest.mark.parametrize("gptaq", [True, False])
-def test_a_plan_says_that_experts_are_no_part_of_gptaq(
-    gptaq: bool, tiny_original: Path, calibration_text: Path, tmp_path: Path
+def test_guided_beside_another_method_is_refused(tiny_original: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="--guided has no effect: --method awq does not weigh tokens"):
+        quantkit.convert(tiny_original, out=tmp_path / "out", method="awq", guided=True)
+
+
+@pytest.mark.parametrize("asked", ["gptaq", "guided"])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_plan_says_that_experts_are_no_part_of_it(
+    asked: str, wanted: bool, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_original)
     tiny_architecture("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
-    asked = ConvertOptions(
+    options: dict[str, Any] = {asked: wanted}
+    plan = ConvertOptions(
         str(tmp_path / "source"),
         tmp_path / "out",
-        gptaq=gptaq,
+        **options,
         calibration=str(calibration_text),
         samples=4,
         seq_len=32,
     )
-    said = [warning for warning in make_plan(asked).warnings if warning.startswith("--gptaq: not for the experts")]
-    assert len(said) == gptaq
+    said = [warning for warning in make_plan(plan).warnings if warning.startswith(f"--{asked}: not for the experts")]
+    assert len(said) == wanted
     assert all("model.layers.0.mlp.experts" in warning for warning in said)

@@ -110,11 +110,11 @@ def test_every_architecture_and_method_survives_kills_at_each_rename_and_at_20_r
     [
         ("mixtral", dict(method="awq", kv_bits=8)),
         ("gpt_oss", dict(method="gptq", kv_bits=4)),
-        ("llama", dict(method="gptq", fold=True, gptaq=True)),
+        ("llama", dict(method="gptq", fold=True, guided=True, gptaq=True)),
         ("llama", dict(method="gptq", rules=["lm_head=bits:8", "*.down_proj=bits:8", "*.o_proj=keep"], calibration="self")),
         ("llama", dict(method="awq", rules=["lm_head=bits:8", "model.embed_tokens=bits:8"], calibration="self", kv_bits=8)),
     ],
-    ids=["mixtral-awq-kv8", "gpt_oss-gptq-kv4", "llama-gptaq", "llama-gptq-rules-self", "llama-awq-rules-self-kv8"],
+    ids=["mixtral-awq-kv8", "gpt_oss-gptq-kv4", "llama-guided-gptaq", "llama-gptq-rules-self", "llama-awq-rules-self-kv8"],
 )  # fmt: skip
 def test_kv_scales_rules_and_text_of_its_own_survive_kills(
     name: str,

@@ -18,8 +18,11 @@ SHORT = ("--samples", 4, "--seq-len", 32, "--group-size", 32)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--preset", "balanced"), "method    gptq --fold (preset balanced), W4 g32 asym"),
-        (("--preset", "balanced", "--no-fold", "--gptaq"), "method    gptq --no-fold --gptaq (preset balanced), W4"),
+        (("--preset", "balanced"), "method    gptq --fold --guided (preset balanced), W4 g32 asym"),
+        (
+            ("--preset", "balanced", "--no-fold", "--gptaq"),
+            "method    gptq --no-fold --guided --gptaq (preset balanced), W4",
+        ),
         (("--preset", "best", "--distil", 8), "method    tune --tune-steps 120 --distil 8 (preset best), W4 g32 asym"),
         (("--rotate", "--no-gptaq"), "method    gptq --rotate, W4 g32 asym"),
     ],
@@ -35,6 +38,7 @@ def test_the_plan_shows_what_a_preset_stands_for(
     assert words in done.stdout
     learns = "learns    block by block, 120 steps of 2048 tokens; before that, which channels"
     assert (learns in done.stdout) == ("best" in options)
+    assert ("weighs    each token by what it means to the model's output" in done.stdout) == ("--guided" in words)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,11 @@ def test_the_preset_is_in_plan_report_and_manifest(
     plan = json.loads(quantkit("convert", *common, "--dry-run", "--json").stdout)
     assert (plan["preset"], plan["options"]["fold"], plan["options"]["gptaq"]) == ("balanced", True, False)
     report = json.loads(quantkit("convert", *common, "--json").stdout)
-    assert (report["preset"], report["method"], report["method_options"]) == ("balanced", "gptq", {"fold": True})
+    assert (report["preset"], report["method"], report["method_options"]) == (
+        "balanced",
+        "gptq",
+        {"fold": True, "guided": True},
+    )
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     assert (manifest["preset"], manifest["options"]["fold"]) == ("balanced", True)
 

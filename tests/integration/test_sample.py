@@ -58,7 +58,7 @@ def test_a_large_model_is_not_run_and_the_report_says_so(
 
 def test_a_preset_sets_method_and_scales_and_an_option_wins() -> None:
     assert apply_preset("fast", {}) == {"method": "hqq", "scales": "search"}
-    assert apply_preset("balanced", {"scales": "minmax", "method": "gptq"}) == {"fold": True}
+    assert apply_preset("balanced", {"scales": "minmax", "method": "gptq"}) == {"fold": True, "guided": True}
     assert apply_preset(None, {"method": "gptq"}) == {}
     with pytest.raises(RequestError, match="Leave one of them out"):
         apply_preset("balanced", {"method": "rtn"})

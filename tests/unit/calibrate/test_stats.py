@@ -80,3 +80,27 @@ def test_a_token_is_dropped_where_the_original_is_not_finite_either() -> None:
     assert (dirty.tokens, dirty.dropped) == (28, 2)
     torch.testing.assert_close(dirty.cross, clean.cross)
     torch.testing.assert_close(dirty.result(), clean.result())
+
+
+def test_weighted_tokens_count_as_often_as_their_weight_says() -> None:
+    x, y = torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(5))
+    times = torch.tensor([1, 3, 2, 1, 1, 4, 1, 1, 2, 1, 1, 1])
+    weighted, repeated = Hessian(5), Hessian(5)
+    weighted.add(x[:7], y[:7], 0.5 * times[:7].float())
+    weighted.add(x[7:], y[7:], 0.5 * times[7:].float())
+    repeated.add(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))
+    torch.testing.assert_close(weighted.result(), repeated.result(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weighted.mean_cross(), repeated.mean_cross(), rtol=1e-5, atol=1e-6)
+    assert (weighted.tokens, repeated.tokens) == (12, 19)
+    assert torch.equal(weighted.largest, repeated.largest)  # what is the largest is no mean
+
+
+def test_the_weight_of_a_dropped_token_is_dropped_with_it() -> None:
+    x = torch.randn(20, 4, generator=torch.Generator().manual_seed(6))
+    weights = torch.linspace(0.1, 3, 20)
+    clean, dirty = Hessian(4), Hessian(4)
+    clean.add(x[1:], weights=weights[1:])
+    x[0, 2] = float("nan")
+    dirty.add(x, weights=weights)
+    assert dirty.dropped == 1
+    torch.testing.assert_close(clean.result(), dirty.result(), rtol=1e-6, atol=1e-6)

@@ -87,8 +87,8 @@ def test_options_with_an_effect_and_defaults_are_not(given: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("preset", "given", "words"),
     [
-        ("balanced", {}, "gptq --fold (preset balanced)"),
-        ("balanced", dict(fold=False), "gptq --no-fold (preset balanced)"),
+        ("balanced", {}, "gptq --fold --guided (preset balanced)"),
+        ("balanced", dict(fold=False, guided=False), "gptq --no-fold --no-guided (preset balanced)"),
         ("best", {}, "tune --tune-steps 120 --distil 128 (preset best)"),
         ("best", dict(distil=0, tune_steps=80), "tune --tune-steps 80 --distil 0 (preset best)"),
         ("fast", dict(rotate=True), "hqq --rotate (preset fast)"),
@@ -103,7 +103,10 @@ def test_a_method_is_told_with_all_that_goes_with_it(preset: str | None, given: 
 
 def test_a_preset_and_what_it_stands_for_are_the_same_job() -> None:
     by_name = ConvertOptions("model", Path("out"), preset="balanced", **apply_preset("balanced", {}))
-    assert by_name.for_manifest() == ConvertOptions("model", Path("out"), method="gptq", fold=True).for_manifest()
+    assert (
+        by_name.for_manifest()
+        == ConvertOptions("model", Path("out"), method="gptq", fold=True, guided=True).for_manifest()
+    )
 
 
 @pytest.mark.parametrize(

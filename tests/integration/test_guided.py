@@ -1,0 +1,144 @@
+"""``--guided``: tokens count by what they mean to the model's output. What GPTQ is given, against autograd through the whole model; stopped jobs; experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import tiny_model as tiny_architecture
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import quantkit
+from quantkit.calibrate.data import load_windows
+from quantkit.calibrate.guide import fit_guide
+from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.convert import run, states
+from quantkit.convert.block import InputGroup
+from quantkit.convert.options import ConvertOptions
+from quantkit.convert.plan import make_plan
+from quantkit.convert.probe import Probe
+
+SHORT: dict[str, Any] = dict(method="gptq", bits=4, group_size=32, format="native", samples=6, seq_len=48, guided=True, products="float32")  # fmt: skip
+LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+
+
+def given_to_gptq(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[InputGroup]]:
+    """Statistics of every block, as it is quantized; filled by a conversion."""
+    found: dict[str, list[InputGroup]] = {}
+    quantize = run.quantize_block
+
+    def seen(plan: Any, prefix: str, block: Any, groups: Any, *rest: Any) -> None:
+        found[prefix] = list(groups)
+        quantize(plan, prefix, block, groups, *rest)
+
+    monkeypatch.setattr(run, "quantize_block", seen)
+    return found
+
+
+def one_window(
+    model: Any, ids: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """States in front of the first block, what its linears read, and the mean square of the gradients at their outputs, of labels drawn by ``uniform``."""
+    outputs: dict[str, torch.Tensor] = {}
+    reads: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, read: torch.Tensor, output: torch.Tensor) -> None:
+        reads[name], outputs[name] = read.detach(), output
+
+    linears = [model.model.layers[0].get_submodule(name) for name in LINEARS]
+    hooks = [one.register_forward_hook(lambda m, a, o, n=n: keep(n, a[0], o)) for n, one in zip(LINEARS, linears, strict=True)]  # fmt: skip
+    start = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
+    logits = model(inputs_embeds=start, use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    below = logits.detach().softmax(-1).double().cumsum(-1)
+    labels = torch.searchsorted(below, uniform.double()[:, None]).clamp(max=logits.shape[-1] - 1)
+    gradients = torch.autograd.grad(logits.log_softmax(-1).gather(1, labels).sum(), [outputs[name] for name in LINEARS])
+    return start.detach(), reads, {n: g[0].square().mean(-1) for n, g in zip(LINEARS, gradients, strict=True)}
+
+
+def test_statistics_of_the_first_block_are_weighted_by_what_autograd_says_of_the_whole_model(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = given_to_gptq(monkeypatch)
+    quantkit.convert(tiny_original, out=tmp_path / "out", calibration=str(calibration_text), **SHORT)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_original, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(open_source(tiny_original))
+    ids = load_windows(str(calibration_text), tokenizer, samples=6, seq_len=48, seed=0, vocab_size=512).ids
+    draws = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
+    hidden, inputs, squares = zip(*(one_window(model, *pair) for pair in zip(ids, draws, strict=True)), strict=True)
+    block = model.model.layers[0]
+    guide = fit_guide(block, hidden, squares)
+    assert guide is not None
+    assert len(groups["model.layers.0"]) == 4
+    for group in groups["model.layers.0"]:
+        weights = torch.cat([guide.weights(group.names, state) for state in hidden]).double()
+        x = torch.cat([reads[group.names[0]].flatten(0, -2) for reads in inputs]).double()
+        assert group.hessian is not None
+        wanted = (x * weights[:, None]).t() @ x / weights.sum()
+        plain = x.t() @ x / len(x)
+        torch.testing.assert_close(group.hessian, wanted, rtol=2e-3, atol=2e-3 * float(wanted.diagonal().mean()))
+        assert float((wanted - plain).norm() / plain.norm()) > 0.02  # it would be seen
+
+
+@pytest.mark.parametrize(
+    "more", [{}, dict(target_bpw=4.5), dict(gptaq=True, fold=True)], ids=["alone", "bits", "gptaq"]
+)
+def test_a_job_that_stopped_goes_on_to_the_same_bytes_without_measuring_again(
+    more: dict[str, Any], tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(states, "SHARE", 0)
+    options = {**SHORT, **more, "calibration": str(calibration_text)}
+    if "target_bpw" in more:
+        del options["bits"]
+    quantkit.convert(tiny_original, out=tmp_path / "whole", **options)
+    advance, blocks = run.advance, []
+
+    def fails(*args: Any) -> None:
+        blocks.append(1)
+        if len(blocks) == 2:
+            raise KeyboardInterrupt
+        advance(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "advance", fails)
+        with pytest.raises(KeyboardInterrupt):
+            quantkit.convert(tiny_original, out=tmp_path / "out", **options)
+    monkeypatch.setattr(Probe, "measure", lambda *rest: pytest.fail("measured again"))
+    quantkit.convert(tiny_original, out=tmp_path / "out", resume=True, **options)
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_experts_tokens_count_alike_and_those_of_all_other_linears_do_not(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_original)
+    tiny_architecture("qwen3_moe", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    found: dict[bool, list[InputGroup]] = {}
+    for guided in (False, True):
+        with monkeypatch.context() as patch:
+            groups = given_to_gptq(patch)
+            quantkit.convert(tmp_path / "source", out=tmp_path / f"{guided}", calibration=str(calibration_text), **{**SHORT, "guided": guided})  # fmt: skip
+            found[guided] = groups["model.layers.0"]
+    for plain, weighted in zip(found[False], found[True], strict=True):
+        assert plain.hessian is not None
+        assert weighted.hessian is not None
+        assert torch.equal(plain.hessian, weighted.hessian) == ("experts" in plain.names[0]), plain.names
+
+
+def test_the_prediction_counts_what_measuring_takes(
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    common: dict[str, Any] = {**SHORT, "calibration": str(calibration_text)}
+    phases = {
+        guided: make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **{**common, "guided": guided})).prediction.phases
+        for guided in (False, True)
+    }  # fmt: skip
+    assert "measure" in phases[True]
+    assert "measure" not in phases[False]
