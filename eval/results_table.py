@@ -246,12 +246,7 @@ def quality_tables() -> dict[str, str]:
 def study_tables() -> dict[str, str]:
     """What each calibration text gave."""
     here = ROOT / "calibration" / "studies"
-    shared = [
-        ({**row, "label": row["label"].replace("preset balanced, W4 g64", "wikipedia-sample, 64 windows")}, result)
-        for row, result in load_results("weights")
-        if "-balanced-w4-g64-asym" in row["id"] and "of" not in row
-    ]
-    return {"studies": render_ladder([*shared, *load_suite(here / "studies.toml", here / "results")])}
+    return {"studies": render_ladder(load_suite(here / "studies.toml", here / "results"))}
 
 
 def beside(name: str) -> Any:

@@ -97,7 +97,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
     self:   the whole model with its cache, before anything else
     measure: what counts for the model's output: head and embeddings, states and gradients of its few windows, a block or a part of the logits
-    tune, measure and distil: torch's code for gradients
+    measure, or else distil, and all that follow: torch's code for gradients, which stays
     distil: states of both models + all codes, where they are held + what learns, with Adam's moments + the parts outside the blocks,
             those that are quantized twice: the original's and the dequantized + one step: states in front of every block, one block's weights and activations with their gradients, a few tokens' logits
     outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
@@ -108,14 +108,17 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize, **_block_phases(sizes, away)}
     if sizes.whole and not away:
         phases["self"] = sizes.whole
-    if sizes.measuring and not away:
-        phases["measure"] = sizes.measuring + GRADIENTS
     if sizes.distil_states:
-        phases["distil"] = sizes.distil_states + (0 if away else sizes.distil + GRADIENTS)
+        phases["distil"] = sizes.distil_states + (0 if away else sizes.distil)
     if sizes.outside_bytes:
         phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
+    if sizes.measuring and not away:
+        phases["measure"] = sizes.measuring
     if sizes.packed_model <= max(GENERATE_BYTES, *phases.values()):
         phases["generate"] = sizes.packed_model + sizes.kernels
+    if not away and (sizes.measuring or sizes.distil_states):
+        before = ("self",) if sizes.measuring else ("embed", "block", "fold", "solve", "outside", "self")
+        phases.update({name: size + GRADIENTS for name, size in phases.items() if name not in before})
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
     work = output + max(2 * (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32, sizes.measuring_file)
@@ -148,7 +151,7 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
         inner = 0 if away else batch * (sizes.inner + sizes.crossed * sum(sizes.widths)) * f32
         phases["block"] = held + inner + sizes.kv_sample_bytes
     if sizes.tuned and not away:
-        phases["tune"] = held + _learning(sizes) + GRADIENTS
+        phases["tune"] = held + _learning(sizes)
     if sizes.fold and not away:
         phases["fold"] = held + sizes.fold
     if away:  # codes, and what is packed of them
