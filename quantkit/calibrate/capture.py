@@ -58,7 +58,7 @@ def observe(
     """One Hessian per input group, over all states ([batch, tokens, hidden] each, on the host). kv: also observe keys and values.
 
     exact: the original model's states beside ``states``, advanced in place: the block still has its original weights, and the Hessians get
-    their ``cross`` (unless that is False), but for experts, which other tokens reach in the original model. guide: how much each token counts, where it is known. Runs, and keeps the statistics, on the device that the
+    their ``cross`` (unless that is False), but for experts, which other tokens reach in the original model. guide: how much each token counts, at the inputs of the linears it knows. Runs, and keeps the statistics, on the device that the
     block is on; ``call`` must be there too.
     """
     device = device_of(block)
@@ -67,7 +67,7 @@ def observe(
     cache = _ObservingCache(kv) if kv is not None else None
     seen: set[int] = set()
     beside: dict[int, Tensor] = {}
-    counts: dict[int, Tensor] = {}
+    counts: dict[int, Tensor | None] = {}
 
     def see(index: int, x: Tensor) -> None:
         hessians[index].add(x, beside.pop(index, None), counts.get(index))
@@ -84,7 +84,7 @@ def observe(
         for index, hidden in enumerate(Shuttle(states, device).arriving()):
             seen.clear()
             if guide is not None:
-                counts = {i: guide.weights(names, hidden) for i, names in enumerate(groups) if guide.knows(names)}
+                counts = dict(enumerate(guide.weights(groups, hidden)))
             if cache is not None:
                 cache.called = False
             if exact:

@@ -5,24 +5,30 @@ With g the gradient of the log-probability of a label drawn from the model, at a
 GuidedQuant (Kim et al., arXiv 2505.07004, section 3.2, equation 7) weighs each token's x xᵀ by the mean of g^2 over a part of the rows. That takes a pass back over the whole text, and a
 mean of squares is that of a few tokens. Here |g| is measured on a few windows; its logarithm is fitted by ridge regression to the direction and the size of the state
 in front of the block, and every token of the text counts by the |g| that is expected of it: the first power, so that more tokens have a say.
+
+How far the regression is believed is found by leaving out half of the tokens, linear by linear: what does not tell of the other half is not used.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-RIDGE = 0.1  # of the number of tokens, added to each coefficient's sum of squares: 0.03 and 0.3 give the same KL
-FLOOR = 0.1  # of the first percentile: a gradient is taken for at least that; those of a first token's queries are zero but for rounding
+RIDGES = (
+    0.1,
+    1.0,
+    10.0,
+)  # of the number of tokens, added to each coefficient's sum of squares; or no coefficients at all
+FLOOR = 1e-3  # of the mean: a gradient is taken for at least that; those of a first token's queries are zero but for rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Of one block. linears: its linears (names inside it), ``outputs`` their rows; the rest float64, F = hidden + 1 numbers that are known of a token.
+    """Of one block. linears: its linears (names inside it), ``outputs`` their rows; the rest float64 and on one device, F = hidden + 1 numbers that are known of a token.
 
     center, spread: [F], of the text it was fitted on. slopes: [linears, F], means, lowest, highest: [linears]: of log |g|, |g|^2 the mean over rows.
     """
@@ -36,22 +42,32 @@ class Guide:
     lowest: Tensor
     highest: Tensor
 
+    def only(self, names: Collection[str]) -> Guide:
+        """The same of some of its linears; names that it does not know are passed over."""
+        kept = [i for i, name in enumerate(self.linears) if name in names]
+        by_linear = {name: getattr(self, name)[kept] for name in ("slopes", "means", "lowest", "highest")}
+        return replace(self, linears=tuple(self.linears[i] for i in kept), outputs=tuple(self.outputs[i] for i in kept), **by_linear)  # fmt: skip
+
     def knows(self, names: Sequence[str]) -> bool:
-        """Whether all of these linears were seen (experts are not)."""
-        return set(names) <= set(self.linears)
+        """Whether any of these linears, which read one tensor, is its own: what they read is weighed by those alone."""
+        return any(name in self.linears for name in names)
 
-    def weights(self, names: Sequence[str], states: Tensor) -> Tensor:
-        """float32 [tokens], positive: what each token counts for linears that read one tensor; expected |g|, its square the mean over all their rows.
+    def weights(self, groups: Sequence[Sequence[str]], states: Tensor) -> list[Tensor | None]:
+        """For each group of linears that read one tensor what a token counts, float32 [tokens], positive: expected |g|, its square the mean over their rows. None for a
+        group of which the guide knows none.
 
-        states: [..., hidden], in front of the block. A state that is not finite counts as an average one (its statistics drop it).
+        states: [..., hidden], in front of the block, on any device; the weights are there, too. A state that is not finite counts as an average one (its statistics drop it).
         """
-        picked = [self.linears.index(name) for name in names]
         at = states.device
         z = (_features(states) - self.center.to(at)) / self.spread.to(at)
-        logs = z @ self.slopes[picked].t().to(at) + self.means[picked].to(at)
-        logs = torch.clamp(logs, self.lowest[picked].to(at), self.highest[picked].to(at))
-        rows = torch.tensor([self.outputs[i] for i in picked], dtype=torch.float64, device=at)
-        found = ((2 * logs).exp() @ (rows / rows.sum())).sqrt()
+        logs = z @ self.slopes.t().to(at) + self.means.to(at)
+        squares = (2 * torch.clamp(logs, self.lowest.to(at), self.highest.to(at))).exp()
+        return [self._group(squares, names) if self.knows(names) else None for names in groups]
+
+    def _group(self, squares: Tensor, names: Sequence[str]) -> Tensor:
+        picked = [i for i, name in enumerate(self.linears) if name in names]
+        rows = torch.tensor([self.outputs[i] for i in picked], dtype=torch.float64, device=squares.device)
+        found = (squares[:, picked] @ (rows / rows.sum())).sqrt()
         known = torch.isfinite(found)
         return torch.where(known, found, found[known].mean() if bool(known.any()) else 1.0).float()
 
@@ -60,11 +76,12 @@ class Guide:
         return Guide.restore(self.linears, self.outputs, self.to_store())
 
     def to_store(self) -> dict[str, Tensor]:
-        """Its numbers by name; ``restore`` takes them."""
-        return {name: getattr(self, name).cpu().contiguous() for name in _NUMBERS}
+        """Its numbers by name, float64, each in memory of its own on the host; ``restore`` takes them."""
+        return {name: getattr(self, name).cpu().clone(memory_format=torch.contiguous_format) for name in _NUMBERS}
 
     @classmethod
     def restore(cls, linears: Sequence[str], outputs: Sequence[int], numbers: Mapping[str, Tensor]) -> Guide:
+        """linears, outputs: as in the guide that was stored. Raises KeyError if one of the numbers is missing."""
         return cls(tuple(linears), tuple(outputs), *(numbers[name] for name in _NUMBERS))
 
 
@@ -99,28 +116,50 @@ def listening(block: nn.Module, names: Sequence[str], tokens: int) -> Iterator[d
 
 @torch.no_grad()
 def fit_guide(block: nn.Module, states: Sequence[Tensor], squares: Sequence[Mapping[str, Tensor]]) -> Guide | None:
-    """states: in front of the block, [1, tokens, hidden] each; squares: what ``listening`` found in each. Tokens whose state or gradients are not finite are left out; with less than two
-    left every token counts the same. None if no linear ran in all of them."""
+    """states: in front of the block, [1, tokens, hidden] each; squares: what ``listening`` found in each. Tokens whose state or gradients are not finite are left out. None if no
+    linear ran in all of them, or less than two tokens are left."""
     names = tuple(sorted(set.intersection(*(set(one) for one in squares))))
     if not names:
         return None
     outputs = tuple(block.get_parameter(f"{name}.weight").shape[0] for name in names)
     x = torch.cat([_features(state) for state in states])
     y = torch.stack([torch.cat([one[name] for one in squares]).double().sqrt() for name in names], 1)
+    half = torch.arange(len(x), device=x.device) // states[0].shape[1] % 2 == 0
+    if len(states) == 1:
+        half = torch.arange(len(x), device=x.device) < len(x) // 2
     usable = torch.isfinite(x).all(1) & torch.isfinite(y).all(1)
-    x, y = x[usable], y[usable]
+    x, y, half = x[usable], y[usable], half[usable]
     if len(x) < 2:
-        zero = x.new_zeros(len(names))
-        features = x.shape[1]
-        return Guide(names, outputs, x.new_zeros(features), x.new_ones(features), x.new_zeros(len(names), features), zero, zero, zero)  # fmt: skip
-    floor = FLOOR * y.quantile(0.01, dim=0)
-    logs = y.maximum(floor).clamp(min=torch.finfo(torch.float32).tiny).log()
+        return None
+    logs = y.maximum(FLOOR * y.mean(0)).clamp(min=torch.finfo(torch.float32).tiny).log()
     center, spread = x.mean(0), x.std(0).clamp(min=1e-6)
-    z = (x - center) / spread
-    gram = z.t() @ z
-    gram.diagonal().add_(RIDGE * len(z))
-    slopes = torch.linalg.solve(gram, z.t() @ (logs - logs.mean(0))).t()
+    slopes = _believed((x - center) / spread, logs - logs.mean(0), half)
     return Guide(names, outputs, center, spread, slopes, logs.mean(0), logs.amin(0), logs.amax(0))
+
+
+def _believed(z: Tensor, y: Tensor, half: Tensor) -> Tensor:
+    """[linears, F]: of ``RIDGES``, or zeros, for each linear what tells most of one half of the tokens when fitted on the other. z: [tokens, F], y: [tokens, linears]."""
+    missed = torch.zeros(len(RIDGES) + 1, y.shape[1], dtype=y.dtype, device=y.device)
+    missed[-1] = y.square().sum(0)
+    for mine in (half, ~half):
+        if bool(mine.any()) and not bool(mine.all()):
+            for i, slopes in enumerate(_ridge(z[mine], y[mine])):
+                missed[i] += (y[~mine] - z[~mine] @ slopes).square().sum(0)
+        else:
+            missed[:-1] = torch.inf  # nothing to judge by
+    best = missed.argmin(0)
+    choices = torch.stack([*_ridge(z, y), torch.zeros(z.shape[1], y.shape[1], dtype=y.dtype, device=y.device)])
+    return choices[best, :, torch.arange(y.shape[1], device=y.device)]
+
+
+def _ridge(z: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """[F, linears] for each of ``RIDGES``: by the matrix of features or that of tokens, whichever is smaller."""
+    tall = len(z) >= z.shape[1]
+    gram = z.t() @ z if tall else z @ z.t()
+    for ridge in RIDGES:
+        damped = gram.clone()
+        damped.diagonal().add_(ridge * len(z))
+        yield torch.linalg.solve(damped, z.t() @ y) if tall else z.t() @ torch.linalg.solve(damped, y)
 
 
 def _features(states: Tensor) -> Tensor:
@@ -131,6 +170,6 @@ def _features(states: Tensor) -> Tensor:
 
 
 def bytes_to_fit(hidden: int, linears: int, tokens: int) -> int:
-    """What ``fit_guide`` takes: features thrice, gradients, and the matrix of the regression with its factors."""
-    features = hidden + 1
-    return 8 * (4 * tokens * features + 3 * tokens * linears + 3 * features * features)
+    """What ``fit_guide`` takes: features five times, logarithms of gradients, the matrix of the regression thrice and all coefficients twice."""
+    features, smaller = hidden + 1, min(hidden + 1, tokens)
+    return 8 * (5 * tokens * features + 6 * tokens * linears + 3 * smaller * smaller + 2 * (len(RIDGES) + 1) * features * linears)  # fmt: skip

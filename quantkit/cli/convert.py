@@ -47,7 +47,7 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
 @click.option(
     "--preset",
     metavar="NAME",
-    help="fast (hqq, no text), balanced (gptq, channels scaled) or best (tune, then --distil 128); an option given wins.",
+    help="fast (hqq, no text), balanced (gptq, channels scaled, tokens weighed) or best (tune, then --distil 128); an option given wins.",
 )
 @click.option("--bits", type=int, default=4, show_default=True, help="2 to 8.")
 @click.option(

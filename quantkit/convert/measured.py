@@ -1,12 +1,13 @@
-"""What was measured before the first block, in the work folder: ``measured.json``, and beside it the numbers of the guides."""
+"""What was measured before the first block, in the work folder: ``measured.json``, and beside it the numbers of the guides, whose checksum is in it."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 
 from quantkit.calibrate.guide import Guide
 from quantkit.checkpoint.writer import disk, read_record, sync, write_record
@@ -24,21 +25,29 @@ def keep_measured(folder: Path, found: Measured) -> None:
             numbers = {
                 f"{i}.{k}": v for i, g in enumerate(found.guides) if g is not None for k, v in g.to_store().items()
             }
-            save_file(numbers, folder / NUMBERS)
+            data = save(numbers)
+            (folder / NUMBERS).write_bytes(data)
             sync(folder / NUMBERS)
+            record["guides_sha256"] = hashlib.sha256(data).hexdigest()
         write_record(folder / RECORD, record)
 
 
 def kept_measured(folder: Path) -> Measured | None:
-    """What ``keep_measured`` kept, or None."""
+    """What ``keep_measured`` kept; None if nothing did, or not all of it is whole: it is measured again then, with the same result."""
     found = read_record(folder / RECORD)
     if found is None:
         return None
     channels = [torch.tensor(one) for one in found["channels"]]
     if "guides" not in found:
         return Measured(found["damage"], channels)
+    try:
+        data = (folder / NUMBERS).read_bytes()
+    except OSError:
+        return None
+    if hashlib.sha256(data).hexdigest() != found["guides_sha256"]:
+        return None
     numbers: list[dict[str, torch.Tensor]] = [{} for _ in found["guides"]]
-    for name, value in load_file(folder / NUMBERS).items():
+    for name, value in load(data).items():
         index, _, kind = name.partition(".")
         numbers[int(index)][kind] = value
     guides = [

@@ -69,6 +69,7 @@ class Sizes:
     kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
     tuned: int = 0  # weights that learn together, of the largest block
     paired: bool = False  # the original model's states are kept beside the quantized ones
+    weighed: bool = False  # a batch's inputs are there a second time, multiplied by their tokens' weights
     crossed: bool = False  # so are a batch's activations, and a second matrix of moments for each input
     measuring: int = (
         0  # bytes that finding out what counts for the model's output takes (``convert.probe``); 0 if nothing asks
@@ -148,7 +149,8 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
         # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
         reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
         phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
-        inner = 0 if away else batch * (sizes.inner + sizes.crossed * sum(sizes.widths)) * f32
+        copies = sizes.crossed * sum(sizes.widths) + sizes.weighed * (1 + sizes.crossed) * sizes.widest
+        inner = 0 if away else batch * (sizes.inner + copies) * f32
         phases["block"] = held + inner + sizes.kv_sample_bytes
     if sizes.tuned and not away:
         phases["tune"] = held + _learning(sizes)
@@ -184,7 +186,14 @@ def predict_device(sizes: Sizes) -> int:
     searched = min(sizes.largest_group, SEARCH_ELEMENTS_GPU)
     split = 32 * batch * widest + 20 * sizes.largest_parameter  # factors of bf16x6: three parts, six times on each side
     phases = {
-        "observe": batch * f32 * (sizes.inner + sizes.crossed * sum(sizes.widths) + streams * ON_DEVICE * sizes.hidden)
+        "observe": batch
+        * f32
+        * (
+            sizes.inner
+            + sizes.crossed * sum(sizes.widths)
+            + sizes.weighed * (1 + sizes.crossed) * widest
+            + streams * ON_DEVICE * sizes.hidden
+        )
         + square * f32 // 8
         + split,
         "solve": sizes.largest_group * f32

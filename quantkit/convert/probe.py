@@ -250,7 +250,7 @@ def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence
     kept = tokens // sensitivity.STRIDE * 2 * sizes.inner + 9 * sizes.largest_group if units else 0
     block = sizes.block + kept + 4 * TOKENS * sizes.inner
     linears = max(len(block_linears(one)) for one in blocks.modules)
-    fit = sizes.block + bytes_to_fit(sizes.hidden, linears, tokens) // 4 if guided else 0
+    fit = sizes.block + kept + bytes_to_fit(sizes.hidden, linears, tokens) // 4 if guided else 0
     return 4 * (streams + max(tail, block, shares, fit))
 
 

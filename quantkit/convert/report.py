@@ -197,8 +197,9 @@ class ConvertReport:
             worst = sorted(measured, key=lambda layer: -(layer.relative_output_error or 0))[:3]
             shown = ", ".join(f"{layer.name} {layer.relative_output_error:.1%}" for layer in worst)
             mean = sum(layer.relative_output_error or 0 for layer in measured) / len(measured)
+            weighed = " (tokens weighed)" if self.method_options.get("guided") else ""
             lines.append(
-                f"  error     relative output error on {'random tokens' if self.drawn else 'the calibration text'} {mean:.1%} on average; largest: {shown}"
+                f"  error     relative output error on {'random tokens' if self.drawn else 'the calibration text'}{weighed} {mean:.1%} on average; largest: {shown}"
             )
         if self.rotated is not None:
             lines.append(

@@ -80,6 +80,7 @@ def count_sizes(
         tuned=max(_linear_weights(block) for block in blocks.modules) if options.method == "tune" else 0,
         paired=options.paired and windows is not None,
         crossed=options.crossed and windows is not None,
+        weighed=options.guided and windows is not None,
         fold=_fold_bytes(linears, experts) if options.folds else 0,
         whole=whole_bytes(weights, options) if windows is not None and windows.ids.is_meta else 0,
         **_distil_bytes(options, weights, blocks, targets),
