@@ -6,7 +6,8 @@ GuidedQuant (Kim et al., arXiv 2505.07004, section 3.2, equation 7) weighs each 
 mean of squares is that of a few tokens. Here |g| is measured on a few windows; its logarithm is fitted by ridge regression to the direction and the size of the state
 in front of the block, and every token of the text counts by the |g| that is expected of it: the first power, so that more tokens have a say.
 
-How far the regression is believed is found by leaving out half of the tokens, linear by linear: what does not tell of the other half is not used.
+Whether the regression is believed is found by leaving out half of the tokens, linear by linear: the weakest ridge that tells something of the other half is taken. Not the one that tells
+most: the more it shrinks, the more alike tokens count, and KL is better the less they do (ADR 019).
 """
 
 from __future__ import annotations
@@ -18,12 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-RIDGES = (
-    0.1,
-    1.0,
-    10.0,
-)  # of the number of tokens, added to each coefficient's sum of squares; or no coefficients at all
-FLOOR = 1e-3  # of the mean: a gradient is taken for at least that; those of a first token's queries are zero but for rounding
+# of the number of tokens, added to each coefficient's sum of squares; else no coefficients at all
+RIDGES = (0.1, 1.0, 10.0)
+FLOOR = 5e-3  # of the mean: a gradient is taken for at least that; those of a first token's queries are zero but for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ def fit_guide(block: nn.Module, states: Sequence[Tensor], squares: Sequence[Mapp
 
 
 def _believed(z: Tensor, y: Tensor, half: Tensor) -> Tensor:
-    """[linears, F]: of ``RIDGES``, or zeros, for each linear what tells most of one half of the tokens when fitted on the other. z: [tokens, F], y: [tokens, linears]."""
+    """[linears, F]: of ``RIDGES``, or zeros, for each linear the first of ``RIDGES`` that, fitted on one half of the tokens, tells something of the other; zeros if none does. z: [tokens, F], y: [tokens, linears]."""
     missed = torch.zeros(len(RIDGES) + 1, y.shape[1], dtype=y.dtype, device=y.device)
     missed[-1] = y.square().sum(0)
     for mine in (half, ~half):
@@ -147,7 +145,7 @@ def _believed(z: Tensor, y: Tensor, half: Tensor) -> Tensor:
                 missed[i] += (y[~mine] - z[~mine] @ slopes).square().sum(0)
         else:
             missed[:-1] = torch.inf  # nothing to judge by
-    best = missed.argmin(0)
+    best = (missed <= missed[-1]).int().argmax(0)  # the last always is
     choices = torch.stack([*_ridge(z, y), torch.zeros(z.shape[1], y.shape[1], dtype=y.dtype, device=y.device)])
     return choices[best, :, torch.arange(y.shape[1], device=y.device)]
 

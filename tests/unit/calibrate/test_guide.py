@@ -186,7 +186,7 @@ def test_gradients_that_are_zero_but_for_rounding_do_not_bend_the_law() -> None:
     assert zeros is not None
     assert float((zeros.highest - zeros.lowest).exp()) < 2e4  # not 1e11
     first = told(zeros, ("up",), states[0])
-    assert float(first[0]) < 0.2 * float(first[1:].median())
+    assert float(first[0]) < 0.3 * float(first[1:].median())
     law = torch.corrcoef(torch.stack([told(zeros, ("up",), others).log(), lawful(others)[0].log()]))[0, 1]
     assert float(law) > 0.8
 
