@@ -16,7 +16,6 @@ from quantkit.algorithms.kv import KVObserver, LayerRanges
 from quantkit.calibrate.capture import advance, observe
 from quantkit.calibrate.data import Windows
 from quantkit.calibrate.experts import share_statistics
-from quantkit.calibrate.guide import Guide
 from quantkit.calibrate.transfer import hold
 from quantkit.checkpoint.source import finite
 from quantkit.convert import distil, selftext
@@ -41,12 +40,11 @@ from quantkit.convert.report import ConvertReport
 from quantkit.convert.resume import Work, identity
 from quantkit.convert.sample import generate_sample
 from quantkit.convert.scan import refuse_non_finite
-from quantkit.convert.settle import settle
+from quantkit.convert.settle import guide_of, settle
 from quantkit.convert.tuning import Lesson
 from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
 from quantkit.core.kvscheme import KVPlan
-from quantkit.model.experts import expert_linears
 from quantkit.model.rotate import RotatedSource, prove
 from quantkit.model.skeleton import block_linears
 from quantkit.model.stepper import Call, input_groups
@@ -310,7 +308,7 @@ class _Conversion:
         observer = KVObserver() if plan.options.cache.wanted and not later else None
         if not wanted and observer is None and not exact:
             return []
-        guide = self._guide(index, wanted, block, result)
+        guide = guide_of(plan, index, wanted, result)
         hessians = observe(block, states, call, wanted, observer, exact, plan.options.crossed, guide)
         if observer is not None:
             self._kv_ranges(index, observer, block, states, call, result)
@@ -322,20 +320,6 @@ class _Conversion:
             mean = h.result(f"{prefix}.{group[0]}") if h.tokens + h.dropped else None
             groups.append(InputGroup(group, mean, count, h.dropped, h.largest, h.mean_cross()))
         return groups
-
-    def _guide(self, index: int, wanted: list[tuple[str, ...]], block: nn.Module, result: BlockResult) -> Guide | None:
-        """What a token counts for the linears of a block that are quantized; those for which that is not known are told, but for experts (the plan says it)."""
-        plan, prefix = self.plan, self.plan.blocks.name(index)
-        if plan.guides is None:
-            return None
-        found, experts = plan.guides[index], expert_linears(block)
-        quantized = {n for group in wanted for n in group if f"{prefix}.{n}" in plan.targets}
-        missing = sorted(quantized - set(() if found is None else found.linears) - set(experts))
-        if missing:
-            result.notes.append(
-                f"{prefix}: every token counts the same for {', '.join(missing)}, no finite gradient was measured there"
-            )
-        return None if found is None else found.only(quantized)
 
     def _kv_ranges(
         self,

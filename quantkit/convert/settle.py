@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 
 from quantkit.algorithms.allocate import Choices, Option
 from quantkit.calibrate.data import Windows
+from quantkit.calibrate.guide import Guide
 from quantkit.convert.allocated import option_words, summary
 from quantkit.convert.allocation import Allocation, chosen_targets
+from quantkit.convert.block import BlockResult
 from quantkit.convert.plan import Plan, unquantized
 from quantkit.convert.probe import TOKENS, WINDOWS, Probe
 from quantkit.convert.resume import Work
+from quantkit.model.experts import expert_linears
 
 
 def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
@@ -46,6 +49,22 @@ def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
     plan.channels, plan.guides = measured.channels, measured.guides
     if allocation is not None:
         _choose(plan, allocation, windows, measured.damage)
+
+
+def guide_of(plan: Plan, index: int, groups: Sequence[tuple[str, ...]], result: BlockResult) -> Guide | None:
+    """What a token counts for the linears of a block that are quantized, of ``groups`` (names inside it); None if nobody asked or nothing is known. Where nothing is, ``result``
+    gets a note, but for experts: of those the plan speaks."""
+    if plan.guides is None:
+        return None
+    prefix, block = plan.blocks.name(index), plan.blocks.modules[index]
+    found = plan.guides[index]
+    quantized = {name for group in groups for name in group if f"{prefix}.{name}" in plan.targets}
+    missing = sorted(quantized - set(() if found is None else found.linears) - set(expert_linears(block)))
+    if missing:
+        result.notes.append(
+            f"{prefix}: every token counts the same for {', '.join(missing)}, no finite gradient was measured there"
+        )
+    return None if found is None else found.only(quantized)
 
 
 def _choose(plan: Plan, allocation: Allocation, windows: Windows, damage: list[list[float]]) -> None:
