@@ -22,16 +22,17 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def check_device(device: torch.device, need: Prediction) -> list[str]:
-    """Problems, in words, if a GPU has less free memory than the job needs."""
+def check_device(device: torch.device, need: Prediction, spares: str = "") -> list[str]:
+    """Problems, in words, if a GPU has less free memory than the job needs. spares: the option that does without measuring what counts, if one does."""
     if device.type != "cuda":
         return []
     free = torch.cuda.mem_get_info(device)[0]
     if need.device <= free:
         return []
+    less = f" {spares} needs less." if spares and need.busiest == "measure" else ""
     return [
         f"{device}: {size_text(need.device)} of its memory are needed, {size_text(free)} are free. "
-        "Free some of it, choose another GPU (--device cuda:1), or --device cpu."
+        f"Free some of it, choose another GPU (--device cuda:1), or --device cpu.{less}"
     ]
 
 

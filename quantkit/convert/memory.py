@@ -32,6 +32,7 @@ class Prediction:
     work: int  # of the work folder alone: finished parts, and the states twice
     output: int
     phases: dict[str, int]  # what each phase adds to the resident size at the start
+    busiest: str = ""  # the phase that takes ``device``
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -75,6 +76,7 @@ class Sizes:
         0  # bytes that finding out what counts for the model's output takes (``convert.probe``); 0 if nothing asks
     )
     measuring_file: int = 0  # bytes of its file in the work folder, which is gone before the first block
+    measured: int = 0  # bytes of what it found, which stay there
     whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
     distil_states: int = 0  # bytes of the states of the end-to-end pass, of both models; 0 without one
     distil: int = 0  # bytes of the rest of it
@@ -122,10 +124,12 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
         phases.update({name: size + GRADIENTS for name, size in phases.items() if name not in before})
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
-    work = output + max(2 * (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32, sizes.measuring_file)
-    return Prediction(
-        host, predict_device(sizes) if away else 0, max(work, 2 * output), work, output, phases
-    )  # states are gone when the output is assembled
+    states = 2 * (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32
+    work = output + sizes.measured + max(states, sizes.measuring_file)
+    there = device_phases(sizes) if away else {"": 0}
+    busiest = max(there, key=there.__getitem__)
+    disk = max(work, 2 * output + sizes.measured)  # states are gone when the output is assembled
+    return Prediction(host, there[busiest], disk, work, output, phases, busiest)
 
 
 def batch_tokens(widest: int, on_cpu: bool) -> int:
@@ -165,8 +169,8 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     return phases
 
 
-def predict_device(sizes: Sizes) -> int:
-    """Bytes that tensors take on the device: always the block in float32 and one float32 Hessian per input, and
+def device_phases(sizes: Sizes) -> dict[str, int]:
+    """Bytes that tensors take on the device in each phase: always the block in float32 and one float32 Hessian per input, and
 
     observe: a batch's activations and the batches that travel, the factors of a product (``calibrate.products``), and the product
              that is added to a Hessian
@@ -206,7 +210,7 @@ def predict_device(sizes: Sizes) -> int:
         "outside": 12 * CHUNK * f32 - base if sizes.outside_bytes else 0,
         "distil": sizes.distil - base,
     }
-    return base + max(phases.values())
+    return {name: base + size for name, size in phases.items()}
 
 
 def _learning(sizes: Sizes) -> int:

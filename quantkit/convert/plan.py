@@ -22,7 +22,7 @@ from quantkit.convert.folder import carried
 from quantkit.convert.memory import Prediction, predict
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.places import check_places, check_room, refuse_busy, resumed_note
-from quantkit.convert.probe import bytes_needed, file_bytes
+from quantkit.convert.probe import bytes_needed, file_bytes, guide_bytes
 from quantkit.convert.sizes import count_sizes, plain_bytes, whole_bytes
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
@@ -146,13 +146,14 @@ def make_plan(options: ConvertOptions) -> Plan:
     if allocation is not None or options.method == "tune" or options.guided:  # see ``Plan.probes``
         units = () if allocation is None else allocation.units
         file = file_bytes(sizes.hidden, len(blocks))
-        sizes = replace(
-            sizes, measuring=bytes_needed(sizes, weights, blocks, units, options.guided), measuring_file=file
-        )
+        kept = guide_bytes(sizes.hidden, blocks) if options.guided else 0
+        needed = bytes_needed(sizes, weights, blocks, units, options.guided)
+        sizes = replace(sizes, measuring=needed, measuring_file=file, measured=kept)
     if options.method in ("gptq", "tune"):
         column_loops(device)  # in memory from here on
     prediction = predict(sizes, device.type)
-    problems += check_room(options, prediction) + check_device(device, prediction)
+    spares = "--no-guided" if options.guided and allocation is None else ""
+    problems += check_room(options, prediction) + check_device(device, prediction, spares)
     warnings = [
         *chosen.warnings,
         *_text_notes(options, weights, blocks, windows),

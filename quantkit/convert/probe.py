@@ -259,6 +259,12 @@ def file_bytes(hidden: int, blocks: int) -> int:
     return 4 * WINDOWS * TOKENS * hidden * blocks
 
 
+def guide_bytes(hidden: int, blocks: Blocks) -> int:
+    """What the guides of all blocks take in the work folder, see ``calibrate.guide.Guide``."""
+    counts = [len(block_linears(block)) for block in blocks.modules]
+    return sum(8 * (2 * (hidden + 1) + count * (hidden + 4)) for count in counts)
+
+
 @torch.no_grad()
 def rounded(weight: Tensor, scheme: Scheme | None, search: bool) -> Tensor:
     """Rows of a weight [rows, in] as rounding leaves them, ranges searched in few steps; None leaves them as they are."""

@@ -20,7 +20,7 @@ from quantkit.convert.block import InputGroup
 from quantkit.convert.measured import NUMBERS
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
-from quantkit.convert.probe import Probe
+from quantkit.convert.probe import Probe, guide_bytes
 
 SHORT: dict[str, Any] = dict(method="gptq", bits=4, group_size=32, format="native", samples=6, seq_len=48, guided=True, products="float32")  # fmt: skip
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -177,6 +177,9 @@ def test_a_job_whose_kept_numbers_are_damaged_measures_again_with_the_same_resul
         with pytest.raises(KeyboardInterrupt):
             quantkit.convert(tiny_original, out=tmp_path / "out", **options)
     numbers = tmp_path / ".out.work" / NUMBERS
+    plan = make_plan(ConvertOptions(str(tiny_original), tmp_path / "other", **options))
+    foretold = guide_bytes(plan.weights.model.config.hidden_size, plan.blocks)
+    assert foretold < numbers.stat().st_size < 1.1 * foretold + 8192  # names and shapes come on top
     if damage == "gone":
         numbers.unlink()
     else:

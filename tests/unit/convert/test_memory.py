@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.convert.device import check_device
-from quantkit.convert.memory import Prediction, Sizes, predict, predict_device
+from quantkit.convert.memory import Prediction, Sizes, predict
 
 HIDDEN, INNER = 4096, 14336
 LARGE = Sizes(  # a block of an 8B model, 128 windows of 2048 tokens
@@ -37,7 +37,7 @@ def test_a_method_that_compares_with_the_original_keeps_both_models_states() -> 
     both = dataclasses.replace(LARGE, paired=True)
     crossed = dataclasses.replace(both, crossed=True)
     assert predict(crossed).phases["block"] - predict(both).phases["block"] > sum(w * w for w in LARGE.widths) * 8
-    assert predict_device(crossed) > predict_device(both)
+    assert predict(crossed, "cuda").device > predict(both, "cuda").device
     states = LARGE.tokens * HIDDEN * 4
     assert predict(both).phases["block"] - predict(LARGE).phases["block"] == states
     assert predict(both).work - predict(LARGE).work == 2 * states
@@ -45,7 +45,7 @@ def test_a_method_that_compares_with_the_original_keeps_both_models_states() -> 
 
 def test_without_statistics_a_device_holds_the_block_and_what_is_searched() -> None:
     plain = dataclasses.replace(LARGE, calibrated=False, tokens=0)
-    assert 4 * plain.block < predict_device(plain) < predict_device(LARGE)
+    assert 4 * plain.block < predict(plain, "cuda").device < predict(LARGE, "cuda").device
 
 
 def test_a_gpu_with_less_free_memory_is_a_problem_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +56,21 @@ def test_a_gpu_with_less_free_memory_is_a_problem_with_a_remedy(monkeypatch: pyt
     assert "--device cpu" in problem
     assert not check_device(torch.device("cuda"), dataclasses.replace(need, device=10**9))
     assert not check_device(torch.device("cpu"), need)
+
+
+def test_where_measuring_takes_the_most_of_a_gpu_the_option_that_spares_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 80 * 10**9))
+    gpu = torch.device("cuda")
+    for measuring, named in ((64 * 10**9, True), (1, False)):
+        need = predict(dataclasses.replace(LARGE, measuring=measuring), "cuda")
+        (problem,) = check_device(gpu, need, spares="--no-guided")
+        assert ("--no-guided" in problem) is named
+        assert "--no-guided" not in check_device(gpu, need)[0]
+
+
+def test_what_was_measured_stays_in_the_work_folder() -> None:
+    kept = predict(dataclasses.replace(LARGE, measured=10**9))
+    assert kept.work - predict(LARGE).work == 10**9
+    assert kept.disk - predict(LARGE).disk == 10**9
