@@ -118,6 +118,8 @@ def main() -> None:
         parser.error(f"{name} changes more than the first blocks; this trial would not see it")
     if asked.channels == "alike" and options.get("method") != "tune":
         parser.error("--channels alike: only --set method=tune looks at channels")
+    if asked.windows < 2:
+        parser.error(f"--windows {asked.windows}: at least 2, or there is no standard error")
     if asked.blocks < 1:
         parser.error(f"--blocks {asked.blocks}: at least 1")
     try:

@@ -26,7 +26,7 @@ from quantkit.convert.probe import bytes_needed, file_bytes, guide_bytes
 from quantkit.convert.sizes import count_sizes, plain_bytes, whole_bytes
 from quantkit.convert.targets import Target as Target
 from quantkit.convert.targets import choose_targets, second_copy
-from quantkit.convert.windows import distil_windows, few_tokens, read_probe, read_windows
+from quantkit.convert.windows import distil_windows, few_tokens, read_probe, read_windows, unused_windows
 from quantkit.core.host import size_text
 from quantkit.errors import RequestError
 from quantkit.formats import Format, Layout, writer_format
@@ -191,6 +191,7 @@ def _text_notes(options: ConvertOptions, weights: Weights, blocks: Blocks, windo
         notes.append(selftext.note(options, whole_bytes(weights, options)))
     if windows is not None and options.method in CALIBRATED:
         notes += few_tokens(windows.ids.numel(), blocks)
+    notes += unused_windows(options)
     mixtures = [
         f"{blocks.name(index)}.{name}"
         for index, block in enumerate(blocks.modules)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from quantkit.algorithms.distil import window_batch
 from quantkit.calibrate.data import Windows, load_windows
 from quantkit.checkpoint.tokenizer import check_vocabulary
 from quantkit.convert import selftext
@@ -103,3 +104,14 @@ def few_tokens(tokens: int, blocks: Blocks) -> list[str]:
         f"{tokens} calibration tokens are fewer than the {widest} inputs of the widest linear: the result will be poor, and the errors "
         "that are reported (measured on these very tokens) too small. Use more --samples or a longer --seq-len"
     ]
+
+
+def unused_windows(options: ConvertOptions) -> list[str]:
+    """A note if the last windows of the end-to-end pass do not fill a step: they are left out."""
+    if not options.distil:
+        return []
+    step = window_batch(options.distil, options.seq_len)
+    left = options.distil % step
+    if not left:
+        return []
+    return [f"--distil {options.distil}: a step takes {step} windows, {options.distil - left} of them are used"]

@@ -20,6 +20,7 @@ from quantkit.convert import embed, states
 from quantkit.convert.describe import describe
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
+from quantkit.convert.windows import unused_windows
 from quantkit.core import affine
 from quantkit.errors import RequestError
 
@@ -153,6 +154,15 @@ def test_requests_that_make_no_sense_are_refused(tiny_original: Path, tmp_path: 
         quantkit.convert(tiny_original, tmp_path / "out", distil=1)
     with pytest.raises(RequestError, match="no gradient through rounded activations"):
         quantkit.convert(tiny_original, tmp_path / "out", method="rtn", activations="int8", distil=4)
+
+
+@pytest.mark.parametrize(("windows", "seq_len", "used"), [(24, 64, None), (25, 64, 24), (9, 64, None), (31, 1024, 30)])
+def test_windows_that_fill_no_step_are_left_out_and_the_plan_says_so(
+    windows: int, seq_len: int, used: int | None, tmp_path: Path
+) -> None:
+    notes = unused_windows(ConvertOptions("model", tmp_path / "out", distil=windows, seq_len=seq_len))
+    assert len(notes) == (used is not None)
+    assert all(f"{used} of them are used" in note for note in notes)
 
 
 def test_the_pass_is_told_in_report_and_manifest(

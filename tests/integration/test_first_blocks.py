@@ -48,6 +48,7 @@ def test_only_the_first_blocks_are_quantized_and_all_of_them_cost_more(
         (["--set", "distil=32"], "distil changes more"),
         (["--channels", "alike", "--set", "method=gptq"], "only --set method=tune"),
         (["--blocks", "0"], "at least 1"),
+        (["--windows", "1"], "--windows 1: at least 2"),
         (["--set", "groupsize=64"], "'groupsize' .did you mean 'group_size'"),
     ],
 )
