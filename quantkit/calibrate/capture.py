@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibrate.guide import Guide
 from quantkit.calibrate.products import model_runs
 from quantkit.calibrate.stats import Hessian
 from quantkit.calibrate.transfer import Shuttle
@@ -24,6 +23,12 @@ class KeyValueSink(Protocol):
     """Receives keys and values [batch, kv_heads, tokens, head_dim] as the cache would: after rotary."""
 
     def add(self, keys: Tensor, values: Tensor) -> None: ...
+
+
+class TokenWeights(Protocol):
+    """Says how much each token counts (``algorithms.guide.Guide``)."""
+
+    def weights(self, groups: Sequence[Sequence[str]], states: Tensor) -> list[Tensor | None]: ...
 
 
 class _Done(Exception):
@@ -53,13 +58,13 @@ def observe(
     kv: KeyValueSink | None = None,
     exact: Sequence[Tensor] = (),
     cross: bool = True,
-    guide: Guide | None = None,
+    guide: TokenWeights | None = None,
 ) -> list[Hessian]:
     """One Hessian per input group, over all states ([batch, tokens, hidden] each, on the host). kv: also observe keys and values.
 
     exact: the original model's states beside ``states``, advanced in place: the block still has its original weights, and the Hessians get
-    their ``cross`` (unless that is False), but for experts, which other tokens reach in the original model. guide: how much each token counts, at the inputs of the linears it knows. Runs, and keeps the statistics, on the device that the
-    block is on; ``call`` must be there too.
+    their ``cross`` (unless that is False), but for experts, which other tokens reach in the original model. guide: how much each token counts, at the inputs of the
+    linears it knows. Runs, and keeps the statistics, on the device that the block is on; ``call`` must be there too.
     """
     device = device_of(block)
     firsts = [block.get_submodule(names[0]) for names in groups]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from quantkit.calibrate.guide import Guide
+from quantkit.algorithms.guide import Guide
 from quantkit.checkpoint.writer import disk, read_record, sync, write_record
 from quantkit.convert.probe import Measured
 

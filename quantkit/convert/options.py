@@ -59,7 +59,7 @@ class ConvertOptions:
     seq_len: int = 1024
     damping: float = 0.01
     fold: bool = False  # gptq: scale channels first, by AWQ's search
-    guided: bool = False  # gptq: tokens count by what they mean to the model's output, see calibrate.guide
+    guided: bool = False  # gptq: tokens count by what they mean to the model's output, see algorithms.guide
     rotate: bool = False  # residual stream and values, see model.rotate
     gptaq: bool = False  # gptq: aim at what the original model's inputs give
     tune_steps: int = 120  # of learning, per block: --method tune

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED
+from quantkit.algorithms.guide import Guide
 from quantkit.calibrate.data import Windows
-from quantkit.calibrate.guide import Guide
 from quantkit.calibrate.products import choose_products
 from quantkit.checkpoint.source import Source, open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer

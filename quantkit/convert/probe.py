@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.algorithms.guide import Guide, bytes_to_fit, fit_guide
 from quantkit.calibrate import sensitivity
-from quantkit.calibrate.guide import Guide, bytes_to_fit, fit_guide, listening
+from quantkit.calibrate.gradients import listening
 from quantkit.checkpoint.writer import disk
 from quantkit.convert.device import release_memory
 from quantkit.convert.embed import outside_blocks
@@ -191,7 +192,8 @@ class Probe:
         guide = None
         if weighed:
             states = [self._kept(index, window, gradient) for window, gradient in enumerate(gradients)]
-            guide = fit_guide(block, states, squares)
+            rows = {name: block.get_parameter(f"{name}.weight").shape[0] for name in weighed}
+            guide = fit_guide(rows, states, squares)
         found = {}
         for unit in mine:
             weights = {
@@ -260,7 +262,7 @@ def file_bytes(hidden: int, blocks: int) -> int:
 
 
 def guide_bytes(hidden: int, blocks: Blocks) -> int:
-    """What the guides of all blocks take in the work folder, see ``calibrate.guide.Guide``."""
+    """What the guides of all blocks take in the work folder, see ``algorithms.guide.Guide``."""
     counts = [len(block_linears(block)) for block in blocks.modules]
     return sum(8 * (2 * (hidden + 1) + count * (hidden + 4)) for count in counts)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quantkit.algorithms.allocate import Choices, Option
+from quantkit.algorithms.guide import Guide
 from quantkit.calibrate.data import Windows
-from quantkit.calibrate.guide import Guide
 from quantkit.convert.allocated import option_words, summary
 from quantkit.convert.allocation import Allocation, chosen_targets
 from quantkit.convert.block import BlockResult

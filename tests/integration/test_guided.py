@@ -11,8 +11,8 @@ from architectures import tiny_model as tiny_architecture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quantkit
+from quantkit.algorithms.guide import fit_guide
 from quantkit.calibrate.data import load_windows
-from quantkit.calibrate.guide import fit_guide
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert import probe, run, states
@@ -77,7 +77,7 @@ def test_statistics_of_the_first_block_are_weighted_by_what_autograd_says_of_the
     draws = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
     hidden, inputs, squares = zip(*(one_window(model, *pair) for pair in zip(ids, draws, strict=True)), strict=True)
     block = model.model.layers[0]
-    guide = fit_guide(block, hidden, squares)
+    guide = fit_guide({name: block.get_submodule(name).out_features for name in LINEARS}, hidden, squares)
     assert guide is not None
     assert len(groups["model.layers.0"]) == 4
     moved = []

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quantkit.algorithms.guide import RIDGES, Guide, _ridge, bytes_to_fit, fit_guide
 from quantkit.calibrate.capture import observe
-from quantkit.calibrate.guide import RIDGES, Guide, _ridge, bytes_to_fit, fit_guide, listening
+from quantkit.calibrate.gradients import listening
 from quantkit.convert.measured import NUMBERS, keep_measured, kept_measured
 from quantkit.convert.probe import Measured
 from quantkit.core.host import current_rss, peak_rss, release_free_memory, restart_peak
@@ -35,6 +36,7 @@ def told(guide: Guide, names: tuple[str, ...], states: Tensor) -> Tensor:
 
 
 NAMES = ("up", "gate", "down", "idle")
+ROWS = {"up": 8, "gate": 8, "down": 6, "idle": 2}
 
 
 def test_what_is_heard_are_the_gradients_of_the_outputs_squared_and_averaged_over_rows() -> None:
@@ -69,7 +71,7 @@ def fitted(factor: float = 1.0, spoil: bool = False) -> tuple[Guide, Tensor]:
         states[0, 0, :3] = float("nan")
         squares[1]["up"] = squares[1]["up"].clone()
         squares[1]["up"][5] = float("inf")
-    guide = fit_guide(Gated(), list(states), squares)
+    guide = fit_guide(ROWS, list(states), squares)
     assert guide is not None
     return guide, torch.randn(1, 300, 6, generator=generator)
 
@@ -120,8 +122,8 @@ def test_no_token_counts_more_or_less_than_any_that_was_seen() -> None:
 
 
 def test_linears_that_read_one_tensor_count_by_all_their_rows() -> None:
-    block, state = Gated(), torch.randn(1, 50, 6, generator=torch.Generator().manual_seed(2))
-    guide = fit_guide(block, [state], [{"up": torch.full((50,), 9.0), "idle": torch.full((50,), 1.0)}])
+    state = torch.randn(1, 50, 6, generator=torch.Generator().manual_seed(2))
+    guide = fit_guide(ROWS, [state], [{"up": torch.full((50,), 9.0), "idle": torch.full((50,), 1.0)}])
     assert guide is not None
     assert guide.weights([("gate", "down")], state) == [None]
     torch.testing.assert_close(told(guide, ("up", "gate"), state), torch.full((50,), 3.0))  # gate: not quantized, say
@@ -140,9 +142,9 @@ def test_linears_that_read_one_tensor_count_by_all_their_rows() -> None:
 
 
 def test_without_usable_tokens_or_linears_there_is_no_guide() -> None:
-    block, state = Gated(), torch.full((1, 4, 6), float("nan"))
-    assert fit_guide(block, [state], [{"up": torch.ones(4)}]) is None
-    assert fit_guide(block, [torch.ones(1, 4, 6)] * 2, [{"up": torch.ones(4)}, {}]) is None
+    state = torch.full((1, 4, 6), float("nan"))
+    assert fit_guide(ROWS, [state], [{"up": torch.ones(4)}]) is None
+    assert fit_guide(ROWS, [torch.ones(1, 4, 6)] * 2, [{"up": torch.ones(4)}, {}]) is None
 
 
 @pytest.mark.parametrize("windows", [1, 2, 8])
@@ -154,7 +156,7 @@ def test_what_does_not_tell_of_other_tokens_is_not_believed(windows: int) -> Non
         {"up": torch.randn(12, generator=generator).exp(), "down": torch.randn(12, generator=generator).exp()}
         for _ in states
     ]
-    guide = fit_guide(Gated(64), states, squares)
+    guide = fit_guide(ROWS, states, squares)
     assert guide is not None
     for name in ("up", "down"):
         weights = told(guide, (name,), torch.cat(states, 1))
@@ -177,10 +179,10 @@ def test_gradients_that_are_zero_but_for_rounding_do_not_bend_the_law() -> None:
     for state in states:
         state[0, 0] = torch.tensor([9.0, 0, 0, 0, 0, 0])
     squares = [{"up": lawful(state[0]).square()} for state in states]
-    plain = fit_guide(Gated(), states, squares)
+    plain = fit_guide(ROWS, states, squares)
     for one in squares:
         one["up"][0] = 1e-22 * float(one["up"].mean())
-    zeros = fit_guide(Gated(), states, squares)
+    zeros = fit_guide(ROWS, states, squares)
     others = torch.randn(1, 300, 6, generator=generator)
     assert plain is not None
     assert zeros is not None
@@ -195,16 +197,15 @@ def test_the_memory_of_the_fit_is_foretold() -> None:
     hidden, tokens = 1200, 2400
     states = [torch.randn(1, tokens // 4, hidden) for _ in range(4)]
     squares = [{"up": torch.rand(tokens // 4), "down": torch.rand(tokens // 4)} for _ in states]
-    block = Gated(hidden)
     fit_guide(
-        block, [state[:, :8, :] for state in states], [{"up": torch.rand(8)} for _ in states]
+        ROWS, [state[:, :8, :] for state in states], [{"up": torch.rand(8)} for _ in states]
     )  # libraries are there
     if not restart_peak():
         pytest.skip("the system does not count a peak anew")
     release_free_memory()
     before = current_rss()
     restart_peak()
-    fit_guide(block, states, squares)
+    fit_guide(ROWS, states, squares)
     foretold = bytes_to_fit(hidden, 2, tokens)
     assert 0.5 * foretold < peak_rss(since_restart=True) - before < 1.05 * foretold + (8 << 20)
 
@@ -214,7 +215,7 @@ def test_statistics_are_weighted_where_the_guide_knows_all_linears_that_read_the
     block, call = Gated(), Call((), {})
     states = [torch.randn(2, 5, 6) for _ in range(2)]
     seen = torch.randn(1, 400, 6)
-    guide = fit_guide(block, [seen], [{"up": lawful(seen[0]), "gate": lawful(seen[0]).square()}])
+    guide = fit_guide(ROWS, [seen], [{"up": lawful(seen[0]), "gate": lawful(seen[0]).square()}])
     assert guide is not None
     read, inner = observe(block, states, call, [("up", "gate"), ("down",)], guide=guide)
     x = torch.cat(states).reshape(-1, 6)

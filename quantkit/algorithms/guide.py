@@ -12,12 +12,11 @@ most: the more it shrinks, the more alike tokens count, and KL is better the les
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # of the number of tokens, added to each coefficient's sum of squares; else no coefficients at all
 RIDGES = (0.1, 1.0, 10.0)
@@ -86,40 +85,18 @@ class Guide:
 _NUMBERS = ("center", "spread", "slopes", "means", "lowest", "highest")
 
 
-@contextlib.contextmanager
-def listening(block: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
-    """Inside, a pass forward and back through ``block`` fills the dictionary: by linear, the mean of its outputs' squared gradients, float32 [tokens].
-
-    Linears that do not run, or on other than ``tokens`` tokens, are left out.
-    """
-    found: dict[str, Tensor] = {}
-
-    def hook(name: str, output: Tensor) -> None:
-        def keep(gradient: Tensor) -> None:
-            found[name] = gradient.detach().flatten(0, -2).float().square().mean(-1)
-
-        if output.requires_grad and output[..., 0].numel() == tokens:
-            output.register_hook(keep)
-
-    handles = [
-        block.get_submodule(name).register_forward_hook(lambda module, args, output, name=name: hook(name, output))
-        for name in names
-    ]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @torch.no_grad()
-def fit_guide(block: nn.Module, states: Sequence[Tensor], squares: Sequence[Mapping[str, Tensor]]) -> Guide | None:
-    """states: in front of the block, [1, tokens, hidden] each; squares: what ``listening`` found in each. Tokens whose state or gradients are not finite are left out. None if no
-    linear ran in all of them, or less than two tokens are left."""
+def fit_guide(
+    rows: Mapping[str, int], states: Sequence[Tensor], squares: Sequence[Mapping[str, Tensor]]
+) -> Guide | None:
+    """states: in front of the block, [1, tokens, hidden] each, any float dtype; squares: beside each of them, by linear, the mean of its outputs' squared gradients, [tokens]
+    (``calibrate.gradients.listening``). rows: out_features of each linear. Tokens whose state or gradients are not finite are left out. None if no linear is in all of ``squares``, or less
+    than two tokens are left. Inputs are not modified; KeyError if ``rows`` lacks a linear.
+    """
     names = tuple(sorted(set.intersection(*(set(one) for one in squares))))
     if not names:
         return None
-    outputs = tuple(block.get_parameter(f"{name}.weight").shape[0] for name in names)
+    outputs = tuple(rows[name] for name in names)
     x = torch.cat([_features(state) for state in states])
     y = torch.stack([torch.cat([one[name] for one in squares]).double().sqrt() for name in names], 1)
     half = torch.arange(len(x), device=x.device) // states[0].shape[1] % 2 == 0
