@@ -66,10 +66,10 @@ def gptq(
 ) -> Solution:
     """Quantize ``weight`` [out, in] so that ``tr(D H Dᵀ)`` of the error D is small.
 
-    hessian: [in, in], the mean of x xᵀ over tokens; symmetric, positive semi-definite. cross: [in, in], the mean of (y - x) xᵀ with y the
+    weight: any float dtype, worked on in float32. hessian: [in, in], float32 or float64, the mean of x xᵀ over tokens; symmetric, positive semi-definite. cross: [in, in], the mean of (y - x) xᵀ with y the
     original model's inputs, if known. Weights that read the same input may be stacked along their rows: rows do not influence one
     another. Inputs are not modified. A Hessian that cannot be factorised raises the damping, and in the end falls back to rounding (said in the
-    Solution). Everything happens on the device that both are on.
+    Solution). Everything happens on the device that both are on. Raises NumericsError if a scale overflows its dtype.
     """
     options, loops = options or GPTQOptions(), loops or Loops()
     diagonal = hessian.diagonal().double()

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantkit.algorithms import LARGEST_FACTOR
-from quantkit.algorithms.awq import Consumer, awq, search_factors
+from quantkit.algorithms.awq import Consumer, _ranges, awq, search_factors
 from quantkit.algorithms.gptq import proxy_loss
 from quantkit.algorithms.rtn import rtn
+from quantkit.core import affine
 from quantkit.core.scheme import Scheme
 
 W4 = Scheme(4, 32, symmetric=False)
@@ -94,6 +95,36 @@ def test_clipping_counts_correlations_between_groups() -> None:
     alone = torch.block_diag(h[:32, :32], h[32:, 32:])
     together, apart = (awq(w, hessian, W4).quantized.dequantize() for hessian in (h, alone))
     assert proxy_loss(w, together, h)[0] < 0.9 * proxy_loss(w, apart, h)[0]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_ranges_are_nearly_the_best_of_all_pairs_and_the_last_group_has_its_best(symmetric: bool) -> None:
+    """Oracle: every pair of candidate ranges for rows of two groups of four, by the loss of the whole row."""
+    scheme, found, apart, best = Scheme(3, 4, symmetric), 0.0, 0.0, 0.0
+    for seed in range(12):
+        w, h = problem(rows=6, cols=8, seed=seed)
+        h.diagonal().add_(0.01 * h.diagonal().mean())  # as awq does itself
+        start = rtn(w, scheme, "search", h.diagonal().float()).quantized.dequantize()
+        sides = []  # of each group: error [candidates, rows, 4]
+        for columns in (slice(0, 4), slice(4, 8)):
+            tried = [affine.dequantize(affine.quantize(w[:, columns], *r, scheme), *r, scheme) for r in _ranges(w[:, columns], scheme)]  # fmt: skip
+            sides.append(torch.stack([start[:, columns], *tried]) - w[:, columns])
+        left, right = sides
+        every = torch.cat([left[:, None].expand(-1, len(right), -1, -1), right[None].expand(len(left), -1, -1, -1)], -1)
+        losses = ((every.double() @ h) * every).sum(-1)  # [left, right, rows]
+        error = awq(w, h, scheme, damping=0.0).quantized.dequantize() - w
+        mine = ((error.double() @ h) * error).sum(1)
+        assert bool((mine >= losses.amin((0, 1)) * (1 - 1e-5)).all())
+        own = (left - error[:, :4]).abs().sum(-1).argmin(0)  # which candidate each row's first group has
+        assert torch.allclose(mine, losses[own, :, torch.arange(6)].amin(1), rtol=1e-4)
+        alone = ((start - w).double() @ h * (start - w)).sum(1)
+        found, apart, best = (
+            found + float(mine.sum()),
+            apart + float(alone.sum()),
+            best + float(losses.amin((0, 1)).sum()),
+        )
+    assert found < 1.15 * best
+    assert found < 0.9 * apart
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

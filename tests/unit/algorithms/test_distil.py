@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from quantkit.algorithms.distil import DistilOptions, LearnedNorm, LearnedScales, divergence, rate_at
 from quantkit.algorithms.rtn import rtn
 from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 
 SCHEMES = [
@@ -32,6 +34,36 @@ def test_scales_start_as_the_weight_is_and_get_the_gradient_of_its_formula(schem
     plain = centred * affine.expand_groups(q.scales.float() * delta.exp(), 64, scheme)
     (plain * wanted).sum().backward()
     torch.testing.assert_close(learned.delta.grad, delta.grad)
+
+
+def learned_by_adam(q: QuantTensor, wanted: Tensor, x: Tensor, steps: int) -> Tensor:
+    """Scales that make outputs ``x Qᵀ`` alike to ``x Wᵀ``, after so many steps."""
+    learned = LearnedScales(q.scales)
+    adam = torch.optim.Adam([learned.delta], lr=3e-3)
+    for _ in range(steps):
+        adam.zero_grad()
+        ((learned.weight(q) - wanted) @ x.t()).square().sum().backward()
+        adam.step()
+    return learned.scales * learned.delta.detach().exp()
+
+
+def test_scales_learn_to_be_the_least_squares_answer() -> None:
+    """Oracle: of one group ``(c - z) s`` the best s is ``<X(c - z), Xw> / |X(c - z)|^2``."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(50, 16), torch.randn(5, 16)
+    q = rtn(weight, Scheme(3, None, False)).quantized
+    assert q.zeros is not None
+    centred = (q.codes.float() - q.zeros.float()) @ x.t()
+    best = (centred * (weight @ x.t())).sum(1, keepdim=True) / centred.square().sum(1, keepdim=True)
+    assert not torch.allclose(q.scales.float(), best, rtol=1e-3)
+    torch.testing.assert_close(learned_by_adam(q, weight, x, 400), best, rtol=1e-4, atol=0)
+
+
+def test_permuting_outputs_permutes_learned_scales() -> None:
+    torch.manual_seed(3)
+    x, weight, rows = torch.randn(50, 32), torch.randn(6, 32), torch.randperm(6)
+    plain, moved = (rtn(one, Scheme(4, 16, True)).quantized for one in (weight, weight[rows]))
+    torch.testing.assert_close(learned_by_adam(moved, weight[rows], x, 20), learned_by_adam(plain, weight, x, 20)[rows])
 
 
 def test_learned_scales_are_stored_in_their_dtype_beside_the_same_codes() -> None:

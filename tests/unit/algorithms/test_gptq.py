@@ -28,15 +28,17 @@ def problem(rows: int, cols: int, seed: int, tokens: int = 400) -> tuple[torch.T
     scales=st.sampled_from(["search", "minmax"]),
     seed=st.integers(0, 99),
 )
-def test_gptq_is_never_worse_than_rounding_when_inputs_are_correlated(
+def test_the_loop_alone_beats_rounding_when_inputs_are_correlated_and_refining_loses_nothing_of_it(
     bits: int, group: int | None, symmetric: bool, scales: str, seed: int
 ) -> None:
+    """Without sweeps no row is exchanged for a rounded one: a loop that does harm would show. It takes a half to two thirds of rounding's loss on such problems."""
     w, h = problem(24, 64, seed)
     scheme = Scheme(bits, group, symmetric)
-    solved = gptq(w, h, scheme, GPTQOptions(scales=scales))  # type: ignore[arg-type]
-    rounded = rtn(w, scheme, scales, h.diagonal())  # type: ignore[arg-type]
-    loss = proxy_loss(w, solved.quantized.dequantize(), h)[0]
-    assert loss <= proxy_loss(w, rounded.quantized.dequantize(), h)[0] * 1.0001
+    loop, refined = (gptq(w, h, scheme, GPTQOptions(scales=scales, sweeps=n)).quantized for n in (0, 2))  # type: ignore[arg-type]
+    rounded = rtn(w, scheme, scales, h.diagonal()).quantized  # type: ignore[arg-type]
+    losses = [proxy_loss(w, found.dequantize(), h)[0] for found in (rounded, loop, refined)]
+    assert losses[1] < 0.8 * losses[0]
+    assert losses[2] <= losses[1] * 1.0001
 
 
 @settings(max_examples=25, deadline=None)
@@ -89,7 +91,7 @@ def test_gptq_stays_close_to_the_best_of_all_roundings() -> None:
         assert loss >= best * (1 - 1e-6)
         ratios.append((loss / best, rounded / best))
     found, plain = (sum(r[i] for r in ratios) / len(ratios) for i in (0, 1))
-    assert found < 1.35
+    assert found < 1.25
     assert found < plain
 
 
@@ -121,11 +123,17 @@ def test_stacked_siblings_are_solved_as_if_alone() -> None:
     assert torch.equal(whole.codes, torch.cat([p.codes for p in parts]))
 
 
-def test_permuting_outputs_permutes_codes() -> None:
-    w, h = problem(16, 40, 2)
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(3))
-    scheme = Scheme(4, 32)
-    assert torch.equal(gptq(w[order], h, scheme).quantized.codes, gptq(w, h, scheme).quantized.codes[order])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scales", ["search", "minmax"])
+@pytest.mark.parametrize("seed", range(3))
+def test_permuting_outputs_permutes_codes_scales_and_zeros(symmetric: bool, scales: str, seed: int) -> None:
+    w, h = problem(16, 40, seed)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(seed))
+    scheme, options = Scheme(4, 32, symmetric), GPTQOptions(scales=scales)  # type: ignore[arg-type]
+    mine, other = (gptq(one, h, scheme, options).quantized for one in (w[order], w))
+    assert torch.equal(mine.codes, other.codes[order])
+    assert torch.equal(mine.scales, other.scales[order])
+    assert symmetric or torch.equal(mine.zeros, other.zeros[order])  # type: ignore[arg-type, index]
 
 
 def test_inputs_are_not_modified() -> None:
