@@ -196,17 +196,19 @@ LADDER_HEAD = ["model", "made by", "bits / weight", "perplexity", "KL (nats)", "
 
 
 def render_ladder(results: Results) -> str:
-    """Rows by model and KL, without the original, with the bits of the quantized weights."""
+    """Rows by model and KL, without the original, with the bits of the quantized weights and the memory that quantizing took, where it was measured."""
+    peak = {row["id"]: (result.get("quantization") or {}).get("peak_host_bytes") for row, result in results}
     lines = []
     for _, rows in kv_order(results):
         for row, got in rows:
+            memory = peak[row["id"]]
             lines.append(
                 [
                     row["model"], row["label"], f"{got['bits_per_weight']:.3f}", f"{got['perplexity']:.2f}",
-                    f"{got['kl_mean']:.4f} ± {got['kl_stderr']:.4f}", f"{100 * got['top1_agreement']:.1f} %",
+                    f"{got['kl_mean']:.4f} ± {got['kl_stderr']:.4f}", f"{100 * got['top1_agreement']:.1f} %", f"{memory / 1e9:.2f} GB" if memory else "",
                 ]
             )  # fmt: skip
-    return markdown(LADDER_HEAD, lines)
+    return markdown([*LADDER_HEAD, "peak memory"], lines)
 
 
 def render_mixes(results: Results) -> str:

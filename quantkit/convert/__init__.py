@@ -1,11 +1,18 @@
-"""The pipeline that joins the rooms: plan, the loop over blocks, verification, report.
+"""Quantize a model: ``quantkit.convert(source, out, *, preset=None, on_progress=None, **options)``.
 
-``quantkit.convert`` is both this package and, called, the function ``quantkit.convert.run.convert``: Python binds a
+>>> import inspect, quantkit
+>>> inspect.signature(quantkit.convert).parameters["group_size"]  # every option, its default
+<Parameter "group_size: 'int | str | None' = 128">
+
+Options are those of the command line with underscores; ``quantkit.convert.run.convert`` says what is written and raised.
+
+This package holds the pipeline that joins the rooms: plan, the loop over blocks, verification, report. It is also, called, that function: Python binds a
 subpackage to its parent's attribute on first import, so the module itself has to be callable for both to work.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from typing import Any
@@ -16,6 +23,23 @@ class _CallablePackage(types.ModuleType):
         from quantkit.convert.run import convert
 
         return convert(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """With every option by its name, as ``inspect.signature`` and notebooks show it."""
+        from dataclasses import fields
+
+        from quantkit.convert.options import ConvertOptions
+        from quantkit.convert.run import convert
+
+        plain = inspect.signature(convert)
+        named = [one for one in plain.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+            for one in fields(ConvertOptions)
+            if one.name not in plain.parameters
+        ]
+        return plain.replace(parameters=[*named, *options])
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -6,6 +6,7 @@ subpackage to its parent's attribute on first import, so the module itself has t
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from typing import Any
@@ -16,6 +17,13 @@ class _CallablePackage(types.ModuleType):
         from quantkit.evaluate.report import evaluate
 
         return evaluate(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """As ``inspect.signature`` and notebooks show it."""
+        from quantkit.evaluate.report import evaluate
+
+        return inspect.signature(evaluate)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import quantkit
 from quantkit.convert.options import (
     DEFAULTS,
     ConvertOptions,
@@ -127,3 +129,10 @@ def test_a_name_that_is_not_known_is_refused_with_the_one_that_was_meant(given: 
     with pytest.raises(TypeError, match=rf"unexpected options 'aaa', '{given}'.*, on_progress, "):
         refuse_unknown(["bits", given, "aaa"])
     refuse_unknown(["bits", "group_size"])
+
+
+def test_notebooks_and_signatures_show_every_option_with_its_default() -> None:
+    shown = inspect.signature(quantkit.convert).parameters
+    assert set(shown) == {"source", "out", "on_progress", *DEFAULTS}
+    assert all(shown[name].default == value for name, value in DEFAULTS.items() if name not in ("source", "out"))
+    assert "baseline" in inspect.signature(quantkit.evaluate).parameters

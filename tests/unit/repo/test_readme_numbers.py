@@ -79,6 +79,30 @@ def test_figures_elsewhere_in_the_readme_are_in_the_results_too(readme):
     assert not lost, f"not in eval/results/: {lost}"
 
 
+CLAIMS = [  # words of the README around a figure, the row it is of, and which figure of it
+    (r"`--preset best` ([\d.]+) \(", "smollm2-135m-best-w4-g64-asym", "kl_mean"),
+    (r"`balanced` ([\d.]+), `fast`", "smollm2-135m-balanced-w4-g64-asym", "kl_mean"),
+    (r"reads no text, ([\d.]+) \(", "smollm2-135m-fast-w4-g64-asym", "kl_mean"),
+    (r"at 3.16 bits `best`\s+([\d.]+)\.", "smollm2-135m-best-w3-g128-asym", "kl_mean"),
+    (r"AutoRound's light recipe ([\d.]+),", "smollm2-135m-quick-autoround-light-w4-g64-asym", "kl_mean"),
+    (r"AWQ by llm-compressor ([\d.]+),", "smollm2-135m-quick-llmcompressor-awq-w4-g64-asym-float32", "kl_mean"),
+    (r"GPTQ by llm-compressor and gptqmodel ([\d.]+) and", "smollm2-135m-quick-llmcompressor-gptq-w4-g64-sym", "kl_mean"),
+    (r"gptqmodel [\d.]+ and ([\d.]+) \(", "smollm2-135m-quick-gptqmodel-gptq-w4-g64-sym-float32", "kl_mean"),
+    (r"HQQ ([\d.]+) at", "smollm2-135m-hqq-w4-g64", "kl_mean"),
+    (r"\((\d+) s on 2 idle cores", "smollm2-135m-times-fast", "seconds"),
+    (r"`balanced` (\d+) s with symmetric groups", "smollm2-135m-times-balanced", "seconds"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "row", "figure"), CLAIMS, ids=[f"{row} {figure}" for _, row, figure in CLAIMS])
+def test_what_the_readme_begins_with_is_of_the_row_it_names(readme, words, row, figure):
+    result = json.loads((ROOT / "eval" / "results" / f"{row}.json").read_text(encoding="utf-8"))
+    value = result["evaluation" if figure == "kl_mean" else "quantization"][figure]
+    shown = re.findall(words, readme)
+    assert len(shown) == 1, f"{words!r} is in the README {len(shown)} times"
+    assert is_rounding_of(shown[0], [Decimal(repr(value))]), f"{shown[0]} for {value} of {row}"
+
+
 def test_a_number_that_was_not_measured_is_found():
     assert is_rounding_of("27.75", [Decimal("27.7513")])
     assert is_rounding_of("96.2", [Decimal("0.96213")])

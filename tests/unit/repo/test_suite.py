@@ -111,3 +111,12 @@ def test_a_dequantized_peers_sizes_are_those_of_its_own_file(suite, tmp_path, mo
     assert commands[0][1:] == [*row["peer"][:3], work, f"{work}/twins/a", "--out", f"{work}/models/a-peer"]
     assert str(tmp_path) not in stored["command"]
     assert {"started", "load_at_start"} <= set(stored["quantization"])
+
+
+def test_the_ladder_has_every_peer_that_has_a_result(suite):
+    """As the head of weights.toml says: no peer may be left out of the comparison."""
+    suites = ROOT / "eval" / "suites"
+    ladder, *others = (suite.tomllib.loads((suites / f"{name}.toml").read_text())["row"] for name in ("weights", "main", "peers", "peers-quick"))  # fmt: skip
+    measured = [row["id"] for rows in others for row in rows if "peer" in row and (ROOT / "eval" / "results" / f"{row['id']}.json").exists()]  # fmt: skip
+    assert measured
+    assert not set(measured) - {row["id"] for row in ladder}
