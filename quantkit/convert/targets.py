@@ -207,9 +207,7 @@ def _say_adapted(
         if asked and width % asked == 0:
             text = f"{name} also for {count} of {len(found.chosen)} linears with {width} inputs: one model in {form.name} has one size"
         if options.strict_groups:
-            found.problems.append(
-                f"{text}; --strict-groups forbids it. Choose a --group-size that divides, or --format native."
-            )
+            found.problems.append(f"{text}; --strict-groups forbids it. {_dividing(found)}, or choose --format native.")
         else:
             found.warnings.append(
                 f"{text} ({form.name} has no short groups; native has)" if width % (asked or 1) else text
@@ -232,6 +230,13 @@ def _say_adapted(
         found.warnings.append(
             f"groups of {size}: the kernels of vLLM, SGLang and others know 32, 64, 128 and per channel"
         )
+
+
+def _dividing(found: Targets) -> str:
+    """The largest usual group size that divides the inputs of every linear, as a remedy."""
+    widths = {target.in_features for target in found.chosen.values()}
+    size = next((size for size in (128, 64, 32, 16) if not any(width % size for width in widths)), None)
+    return "No usual group size divides all of them" if size is None else f"Use --group-size {size}, which divides all"
 
 
 def _say_split(form: Format, schemes: Any, found: Targets) -> None:

@@ -14,7 +14,7 @@ import quantkit as qk
 from quantkit.checkpoint.source import open_source
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
-from quantkit.errors import QuantkitWarning, UnsupportedModel
+from quantkit.errors import QuantkitError, QuantkitWarning, UnsupportedModel
 from quantkit.formats.reader import QuantizedReader
 
 RTN = dict(method="rtn", scales="minmax")
@@ -54,6 +54,18 @@ def test_gptq_writes_its_config_twice_and_rules_for_layers_of_other_group_sizes(
     sizes = {name.rpartition(".")[2]: reader.module(name).scheme.group_size for name in reader.modules}  # type: ignore[union-attr]
     assert sizes["down_proj"] == 32
     assert {size for name, size in sizes.items() if name != "down_proj"} == {64}
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq", "compressed-tensors"])
+def test_strict_groups_refuses_another_size_and_names_one_that_divides(
+    form: str, tiny_original: Path, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = dict(format=form, strict_groups=True, **RTN)
+    with pytest.raises(QuantkitError, match=r"96 inputs are no multiple of 64: .* --strict-groups forbids it\. Use --group-size 32, which divides all"):  # fmt: skip
+        qk.convert(tiny_original, tmp_path / "out", group_size=64, **asked)
+    assert not (tmp_path / "out").exists()
+    report = qk.convert(tiny_original, tmp_path / "out", group_size=32, **asked)
+    assert not report.warnings
 
 
 def test_awq_uses_one_group_size_for_all_layers_and_says_so(tiny_original: Path, tmp_path: Path) -> None:
