@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -240,7 +241,13 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
                 print_lines(progress.note, err=True)
 
         report = run(plan, heard, started)
-    print_json(report.to_json()) if as_json else print_lines(report.table(warned=True))
+    if as_json:
+        print_json(report.to_json())
+        return
+    print_lines(report.table(warned=True))
+    print_lines(
+        f"  next      {shlex.join(['quantkit', 'eval', str(report.out), '--baseline', str(plan.options.source)])}"
+    )
 
 
 def _end_dry_run(plan: Any) -> None:

@@ -66,7 +66,7 @@ class Allocation:
         if self.budget < self.least:
             return [
                 f"{self.asked}: the least that is possible here is {self._said(self.least, self._range()[0])}. "
-                f"Ask for more{'' if self.format == 'native' else ', or for --format native, which takes more of the model to fewer bits'}."
+                f"Ask for more{'' if self.format == 'native' else ', or for --format native, which takes embedding and head to fewer bits, too (loads in quantkit and transformers only)'}."
             ]
         if self.budget > self.most:
             return [
@@ -79,7 +79,8 @@ class Allocation:
         return -(-self.bits(self.least) * 1000 // 1) / 1000, self.bits(self.most) * 1000 // 1 / 1000
 
     def _said(self, size: int, bits: float) -> str:
-        return f"{bits:.3f} bits per weight ({size} bytes), {size_text(self.fixed)} of it for tensors that are not quantized"
+        shown = _askable(size, up=size == self.least)
+        return f"--target-bpw {bits:.3f} or --target-size {shown} ({size_text(self.fixed)} of it for tensors that are not quantized)"
 
     def describe(self, text: str) -> list[str]:
         """Lines of a plan for people. text: what is read for the measurement."""
@@ -163,6 +164,14 @@ def _groups(form: Format, targets: Targets) -> list[list[tuple[str, Target]]]:
 
 def _keys(name: str) -> list[str]:
     return [f"{owner} {pattern}" for owner, pattern in fused_groups(name)]
+
+
+def _askable(size: int, up: bool) -> str:
+    """Bytes as ``--target-size`` takes them, in a unit that people read, to four digits or more, never less (up) or more (not up) than ``size``."""
+    unit, name = next(((unit, name) for unit, name in ((10**9, "GB"), (10**6, "MB")) if size >= unit), (1000, "KB"))
+    tick = unit // 1000 if size < 100 * unit else unit // 10
+    ticks = -(-size // tick) if up else size // tick
+    return f"{ticks * tick / unit:g}{name}"
 
 
 def _choices(

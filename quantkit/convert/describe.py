@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.calibrate.products import WORDS
-from quantkit.convert.engines import verdict_lines
+from quantkit.convert.engines import stranger_lines, verdict_lines
 from quantkit.convert.lint import lint_plan
 from quantkit.convert.options import method_words
 from quantkit.convert.plan import Plan
@@ -56,8 +56,11 @@ def describe(plan: Plan) -> str:
         f"  keeps     {len(plan.plain)} tensor{'' if len(plan.plain) == 1 else 's'} {'unrounded (norms learn)' if o.distil else 'unchanged'}{_kept_words(plan)}",
         f"  needs     host {size_text(p.host)}, device {size_text(p.device)}, disk {size_text(p.disk)} while running; output {size_text(p.output)}",
     ]
-    if plan.allocation is None:  # else: known when the bits are
+    if plan.allocation is None:
         lines += [f"  loads in  {line}" for line in verdict_lines(lint_plan(plan))]
+    else:  # the rest depends on the bits
+        lines += [f"  loads in  {line}" for line in stranger_lines(lint_plan(plan))]
+        lines.append("  loads in  which of the others, the report says: it depends on the bits that are chosen")
     lines.append(f"  works in  {o.work_folder} (finished blocks; a stopped job goes on with --resume)")
     lines += [f"  note      {warning}" for warning in plan.warnings]
     lines += [f"  PROBLEM   {problem}" for problem in plan.problems]

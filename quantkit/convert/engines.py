@@ -78,16 +78,23 @@ class Verdict:
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
     """A line for each engine; those that do not know the format at all share one."""
-    strangers = [v for v in verdicts if not v.loads and v.reason.lower().startswith("does not read the format")]
-    lines = [verdict.line() for verdict in verdicts if verdict not in strangers]
-    if strangers:
-        names = ", ".join(f"{verdict.engine} {verdict.version}" for verdict in strangers)
-        lines.append(
-            f"none of {names}: {strangers[0].reason.rstrip('.').replace('does not read', 'they do not read')}."
-        )
+    lines = [verdict.line() for verdict in verdicts if not _stranger(verdict)] + stranger_lines(verdicts)
     if len(verdicts) > 1 and not any(verdict.loads for verdict in verdicts[1:]):
         lines.append("nothing but quantkit: another --format, --sym, fewer rules or another group size may widen that")
     return lines
+
+
+def stranger_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """The line of those that do not know the format at all, whatever is in it; none if all know it."""
+    strangers = [verdict for verdict in verdicts if _stranger(verdict)]
+    if len(strangers) < 2:
+        return [verdict.line() for verdict in strangers]
+    names = ", ".join(f"{verdict.engine} {verdict.version}" for verdict in strangers)
+    return [f"none of {names}: {strangers[0].reason.rstrip('.').replace('does not read', 'they do not read')}."]
+
+
+def _stranger(verdict: Verdict) -> bool:
+    return not verdict.loads and verdict.reason.lower().startswith("does not read the format")
 
 
 def _sentence(reason: str) -> str:

@@ -207,7 +207,9 @@ def _say_adapted(
         if asked and width % asked == 0:
             text = f"{name} also for {count} of {len(found.chosen)} linears with {width} inputs: one model in {form.name} has one size"
         if options.strict_groups:
-            found.problems.append(f"{text}; --strict-groups forbids it. {_dividing(found)}, or choose --format native.")
+            found.problems.append(
+                f"{text}; --strict-groups forbids it. {_dividing(found)}, choose --format native (only quantkit reads short groups), or leave it out."
+            )
         else:
             found.warnings.append(
                 f"{text} ({form.name} has no short groups; native has)" if width % (asked or 1) else text

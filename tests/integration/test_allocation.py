@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -199,9 +200,18 @@ def test_a_job_stopped_before_its_last_rename_says_what_it_chose(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(target_bpw=1.5, format="native"), r"--target-bpw 1\.5: the least that is possible here is 2\.\d{3} bits"),
-        (dict(target_bpw=17, format="native"), r"--target-bpw 17: the most that is possible here is \d+\.\d{3} bits"),
-        (dict(target_bpw=4.25), r"least that is possible here is [67]\.\d{3} bits per weight \(\d+ bytes\)"),
+        (
+            dict(target_bpw=1.5, format="native"),
+            r"--target-bpw 1\.5: the least that is possible here is --target-bpw 2\.\d{3} or --target-size [\d.]+KB ",
+        ),
+        (
+            dict(target_bpw=17, format="native"),
+            r"--target-bpw 17: the most that is possible here is --target-bpw \d+\.\d{3} or",
+        ),
+        (
+            dict(target_bpw=4.25),
+            r"least that is possible here is --target-bpw [67]\.\d{3} or --target-size [\d.]+KB .*transformers only",
+        ),
         (dict(target_bpw=4.25, format="awq"), r"awq holds one width for the whole model"),
         (dict(target_bpw=4.25, bits=4, format="native"), r"--bits has no effect: --target-bpw 4\.25 chooses the bits"),
         (dict(target_bpw=4.25, target_size="3GB"), "say the same in two ways"),
@@ -224,8 +234,6 @@ def test_what_cannot_be_is_refused_by_name(
 
 
 def test_the_least_and_the_most_can_be_asked_for(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
-    import re
-
     for asked in (1.0, 17.0):
         with pytest.raises(RequestError, match="is possible here") as refused:
             convert(
@@ -236,7 +244,11 @@ def test_the_least_and_the_most_can_be_asked_for(tiny_original: Path, calibratio
                 format="native",
                 target_bpw=asked,
             )
-        bits = float(re.findall(r"here is ([0-9.]+) bits", str(refused.value))[0])
+        named = re.search(r"here is --target-bpw ([\d.]+) or --target-size (\S+)", str(refused.value))
+        assert named is not None
+        bits = float(named[1])
+        by_size = ConvertOptions(str(tiny_original), tmp_path / "size", method="rtn", format="native", target_size=named[2], calibration=str(calibration_text), seq_len=48)  # fmt: skip
+        assert not make_plan(by_size).problems
         report = convert(
             tiny_original,
             tmp_path / "out",
@@ -269,6 +281,8 @@ def test_a_dry_run_says_what_it_would_measure(
     assert "--target-bpw 4.25: " in done.stdout
     assert "measures  13 groups of weights" in done.stdout
     assert "to be chosen" in done.stdout
+    assert re.search(r"loads in  none of vLLM .*do not read the format native", done.stdout)
+    assert "depends on the bits that are chosen" in done.stdout
     refused = quantkit(*common, "--target-bpw", "4.25", "--bits", "4", "--format", "native")
     assert refused.returncode == 2
     assert "--bits has no effect" in refused.stderr

@@ -187,6 +187,14 @@ def test_a_reason_is_a_sentence_and_names_stay_as_they_are(given: Checkpoint, sa
     assert any(verdict.line().startswith(said) for verdict in lint(given))
 
 
+def test_an_engine_that_alone_does_not_know_a_format_has_a_line_like_the_others() -> None:
+    lines = verdict_lines(lint(checkpoint(Scheme(4, 128, True))))
+    assert any(
+        line.startswith("GPTQModel ") and "no. Does not read the format compressed-tensors" in line for line in lines
+    )
+    assert not any(line.startswith("none of") for line in lines)
+
+
 def test_engines_that_do_not_know_a_format_share_a_line() -> None:
     lines = verdict_lines(lint(mixture(Scheme(4, 64, False), "mixtral", "native")))
     assert len(lines) == 4
