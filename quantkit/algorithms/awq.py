@@ -91,6 +91,26 @@ def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realis
     return Factors(factors, best, plain)
 
 
+def rough_factors(weights: Sequence[Tensor], size: Tensor, scheme: Scheme) -> Tensor:
+    """``size ** a`` (equation 5 with the root mean square), a from 0 to 3/4 in quarters, whichever leaves the least ``sum_j size_j**2 e_j**2`` where weights [out, in] are rounded between
+    their extremes: what ``search_factors`` finds, nearly, from the size of the inputs alone. size: [in], root mean square of each. Returns float32 [in], geometric mean 1; ones
+    if the size is not finite. Weights are not modified.
+    """
+    size = size.float()
+    one = torch.ones_like(size)
+    if not bool(torch.isfinite(size).all()):
+        return one
+    rows, _ = thin_stack(weights)
+
+    def loss(s: Tensor) -> float:
+        error = _rounding_error(rows, s, scheme, None, 0)
+        return float("inf") if error is None else float((error * size).square().sum())
+
+    tried = [one, *(_normalise((size + 1e-6 * size.mean()) ** a) for a in (0.25, 0.5, 0.75))]
+    losses = [loss(s) for s in tried]
+    return tried[min(range(len(tried)), key=lambda i: losses[i])]
+
+
 def awq(
     weight: Tensor, hessian: Tensor, scheme: Scheme, scales: Scales = "search", damping: float = 0.01, sweeps: int = 1
 ) -> Solution:
@@ -212,16 +232,20 @@ def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
 
 def rounding_error(c: Consumer, factors: Tensor, clip: bool = False) -> Tensor | None:
     """``Q(W s) / s - W``, float32 [out, in]: rounded between the extremes, or in a searched range. None if a scale cannot be stored."""
-    s = factors[c.channels]
-    scaled = c.weight * s
+    return _rounding_error(c.weight, factors[c.channels], c.scheme, c.hessian.float().diagonal() if clip else None, 12)
+
+
+def _rounding_error(w: Tensor, s: Tensor, scheme: Scheme, square: Tensor | None, steps: int) -> Tensor | None:
+    """The same; square: mean of each input's square, by which ranges are searched in that many steps, None for the extremes."""
+    scaled = w * s
     try:
-        if clip:
-            step, zeros = affine.searched_params(scaled, c.scheme, c.hessian.float().diagonal() / s**2, steps=12)
+        if square is not None:
+            step, zeros = affine.searched_params(scaled, scheme, square / s**2, steps=steps)
         else:
-            step, zeros = affine.minmax_params(scaled, c.scheme)
+            step, zeros = affine.minmax_params(scaled, scheme)
     except NumericsError:
         return None
-    return affine.dequantize(affine.quantize(scaled, step, zeros, c.scheme), step, zeros, c.scheme) / s - c.weight
+    return affine.dequantize(affine.quantize(scaled, step, zeros, scheme), step, zeros, scheme) / s - w
 
 
 def _statistics(consumers: Sequence[Consumer], channels: int) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,9 @@ from quantkit.model.stepper import Call, forward_block, forward_tail, gradients_
 
 Rounding = Callable[[Tensor], Tensor]  # rows of a weight [rows, in] -> what rounding makes of them
 TAIL_TOKENS = 128  # of which logits are held at a time
+Scaling = Callable[
+    [Mapping[str, Tensor], Tensor], Tensor
+]  # weights by name, root mean square of their inputs [in] -> factors [in]
 HEAD_TOKENS = 256  # on which a head's damage is measured
 STRIDE = 4  # of the tokens that pass, every so manieth is kept
 CHUNK = 1 << 21  # elements of a matrix outside the blocks that are rounded at a time
@@ -82,9 +85,14 @@ def _thinned(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def damage(
-    weights: Mapping[str, Tensor], reads: Sequence[Read], roundings: Sequence[Rounding], tokens: int
+    weights: Mapping[str, Tensor],
+    reads: Sequence[Read],
+    roundings: Sequence[Rounding],
+    tokens: int,
+    scaling: Scaling | None = None,
 ) -> list[float]:
-    """For each rounding of these linears, changed together: nats of KL per token. tokens: how many positions were scored in all.
+    """For each rounding of these linears, changed together: nats of KL per token. tokens: how many positions were scored in all. scaling: factors of the input channels; what is
+    rounded are the weights times these, as a method does that scales channels.
 
     Raises UnsupportedModel if none of them was seen to run.
     """
@@ -99,8 +107,10 @@ def damage(
         )
     direct, rough = ([0.0] * len(roundings) for _ in range(2))
     for names, bundle in bundles.items():
+        mine_only = {name: weights[name] for name in names}
+        factors = None if scaling is None else scaling(mine_only, _size([read.x for read in bundle]))
         for i, rounding in enumerate(roundings):
-            changes = {name: rounding(weights[name]) - weights[name] for name in names}
+            changes = {name: _change(weight, rounding, factors) for name, weight in mine_only.items()}
             for read in bundle:
                 moved = torch.zeros(len(read.x), dtype=torch.float64, device=read.x.device)
                 for name, change in changes.items():
@@ -109,6 +119,18 @@ def damage(
                     rough[i] += float((out.square().mean(-1) * gradient.square().sum(-1)).sum(dtype=torch.float64))
                 direct[i] += float(moved.square().sum())
     return [total * STRIDE / (2 * tokens) for total in steadied(direct, rough)]
+
+
+def _size(inputs: Sequence[Tensor]) -> Tensor:
+    """Root mean square of each channel of [tokens, in]."""
+    total = sum((x.float().square().sum(0) for x in inputs), torch.zeros(inputs[0].shape[1], device=inputs[0].device))
+    return (total / sum(len(x) for x in inputs)).sqrt()
+
+
+def _change(weight: Tensor, rounding: Rounding, factors: Tensor | None) -> Tensor:
+    if factors is None:
+        return rounding(weight) - weight
+    return rounding(weight * factors).div_(factors).sub_(weight)
 
 
 def steadied(direct: Sequence[float], rough: Sequence[float]) -> list[float]:

@@ -3,7 +3,7 @@ output, and each token. Forward through the original model, and back, with one b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,17 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.algorithms.awq import rough_factors
 from quantkit.algorithms.guide import Guide, bytes_to_fit, fit_guide
 from quantkit.calibrate import sensitivity
 from quantkit.calibrate.gradients import listening
 from quantkit.checkpoint.writer import disk
 from quantkit.convert.device import release_memory
-from quantkit.convert.embed import outside_blocks
+from quantkit.convert.embed import SHORT, outside_blocks
 from quantkit.convert.memory import Sizes
 from quantkit.core import affine
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError, UnsupportedModel
 from quantkit.model.experts import expert_linears
+from quantkit.model.folds import find_folds, shared_modules
 from quantkit.model.skeleton import Blocks, Weights, block_linears
 from quantkit.model.stepper import Call, record, run_block, same_call
 
@@ -55,7 +57,8 @@ Listener = Callable[[int, int], None]
 
 
 class Probe:
-    """The original model on a few windows. ids: int64 ``[windows, tokens]``. guided: linears whose tokens are weighed (module names)."""
+    """The original model on a few windows. ids: int64 ``[windows, tokens]``. guided: linears whose tokens are weighed (module names).
+    folds: the method scales channels where a block lets it."""
 
     def __init__(
         self,
@@ -67,11 +70,13 @@ class Probe:
         seed: int,
         search: bool,
         guided: Sequence[str] = (),
+        folds: bool = False,
     ) -> None:
         self.model: Any = weights.model
         self.weights, self.blocks, self.device = weights, blocks, device
         self.ids, self.file, self.search = ids[:WINDOWS, :TOKENS], folder / "probe.bin", search
-        self.guided = frozenset(guided)
+        self.guided, self.folds = frozenset(guided), folds
+        self.short: list[Call] = []  # arguments of every block for few tokens, which show what can be scaled
         self.draws = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(seed))
 
     def measure(self, units: Sequence[Unit], listen: Listener) -> Measured:
@@ -137,6 +142,8 @@ class Probe:
                     f"{self.weights.source.path}: the arguments of its blocks depend on the tokens, not only on their positions; "
                     "stepping it block by block is not supported."
                 )
+        if self.folds:
+            self.short = record(self.model, self.blocks, self._window(0)[:, :SHORT]).calls
         return states, calls
 
     def _forward(self, index: int, states: list[Tensor], call: Call) -> None:
@@ -195,17 +202,26 @@ class Probe:
             rows = {name: block.get_parameter(f"{name}.weight").shape[0] for name in weighed}
             guide = fit_guide(rows, states, squares)
         found = {}
+        scaled = self._scaled(index, gradients[0]) if mine and self.folds else frozenset()
         for unit in mine:
             weights = {
                 local: block.get_parameter(f"{local}.weight")
                 for local in (member.removeprefix(f"{prefix}.") for member in unit.members)
             }
             roundings = [self._rounding(scheme) for scheme in unit.options]
-            found[unit.members] = sensitivity.damage(weights, reads, roundings, self.ids.numel())
+            scaling = partial(_factors, scaled=scaled, scheme=_middle(unit)) if scaled else None
+            found[unit.members] = sensitivity.damage(weights, reads, roundings, self.ids.numel(), scaling)
         del reads
         self.weights.release(prefix)
         release_memory(self.device)
         return found, None if guide is None else guide.on_host()
+
+    def _scaled(self, index: int, like: Tensor) -> frozenset[str]:
+        """Linears of a block whose input channels can be scaled."""
+        state = self._kept(index, 0, like)[:, :SHORT]
+        shared, call = shared_modules(self.model, self.blocks.name(index)), self.short[index].to(self.device)
+        accepted = find_folds(self.blocks.modules[index], state, call, shared).accepted
+        return frozenset(name for fold in accepted for name in fold.consumers)
 
     def _rounding(self, scheme: Scheme | None) -> sensitivity.Rounding:
         return partial(rounded, scheme=scheme, search=self.search)
@@ -240,6 +256,19 @@ class Probe:
         return [total / (2 * self.ids.numel()) for total in sensitivity.steadied(direct, rough)]
 
 
+def _factors(weights: Mapping[str, Tensor], size: Tensor, scaled: Collection[str], scheme: Scheme) -> Tensor:
+    """What a method multiplies the input channels of linears by that read one tensor; ones if a block does not let it."""
+    if not all(name in scaled for name in weights):
+        return torch.ones_like(size)
+    return rough_factors(list(weights.values()), size, scheme)
+
+
+def _middle(unit: Unit) -> Scheme:
+    """The option that is nearest to 4 bits, with the smallest groups: factors are found for it."""
+    schemes = [scheme for scheme in unit.options if scheme is not None]
+    return min(schemes, key=lambda s: (abs(s.bits - 4), s.group_size or 1 << 30))
+
+
 def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence[Unit], guided: bool = False) -> int:
     """What ``Probe.measure`` takes. guided: tokens are weighed."""
     outside = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
@@ -249,7 +278,7 @@ def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence
     streams = 2 * tokens * sizes.hidden + outside
     tail = vocabulary * (sensitivity.TAIL_TOKENS * 8 + 3 * sensitivity.HEAD_TOKENS * head)
     shares = 6 * tokens * sizes.hidden  # squares in float64, their shares, and those that are finite
-    kept = tokens // sensitivity.STRIDE * 2 * sizes.inner + 9 * sizes.largest_group if units else 0
+    kept = tokens // sensitivity.STRIDE * 2 * sizes.inner + 10 * sizes.largest_group if units else 0
     block = sizes.block + kept + 4 * TOKENS * sizes.inner
     linears = max(len(block_linears(one)) for one in blocks.modules)
     fit = sizes.block + kept + bytes_to_fit(sizes.hidden, linears, tokens) // 4 if guided else 0

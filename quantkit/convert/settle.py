@@ -43,6 +43,7 @@ def settle(plan: Plan, work: Work, listen: Callable[[int, int], None]) -> None:
             plan.options.seed,
             plan.options.scales != "minmax",
             [name for name, target in plan.targets.items() if target.kind == "linear"] if plan.options.guided else (),
+            plan.options.folds,
         )
         measured = probe.measure(() if allocation is None else allocation.units, listen)
         work.keep_measured(measured)
