@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from architectures import tiny_model as tiny_architecture
+from transformers import AutoTokenizer
 from written import schemes
 
 import quantkit as qk
@@ -286,6 +288,41 @@ def test_a_dry_run_says_what_it_would_measure(
     refused = quantkit(*common, "--target-bpw", "4.25", "--bits", "4", "--format", "native")
     assert refused.returncode == 2
     assert "--bits has no effect" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("form", "scaled", "alike"),
+    [
+        ("llama", "self_attn.q_proj", {"model.embed_tokens", "lm_head"}),
+        ("falcon", "query_key_value", {"transformer.word_embeddings", *(f"transformer.h.{i}.mlp.dense_4h_to_h" for i in range(3))}),
+    ],
+)  # fmt: skip
+def test_damage_is_that_of_scaled_channels_where_method_and_block_scale_them(
+    form: str, scaled: str, alike: set[str], tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """A channel behind a norm that is thirty times as large as the others costs less with a method that scales it; what lies behind a GELU cannot be scaled."""
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny_original), tiny_architecture(form, vocab_size=512)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("input_layernorm.weight"):
+                parameter[3] *= 30
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "source")
+    damage = []
+    for fold in (False, True):
+        options = ConvertOptions(str(tmp_path / "source"), tmp_path / "out", method="gptq", fold=fold, format="native", target_bpw=6, calibration=str(calibration_text), **SMALL)  # fmt: skip
+        plan, work = make_plan(options), tmp_path / f"work-{fold}"
+        work.mkdir()
+        assert plan.allocation is not None
+        settle.settle(plan, SimpleNamespace(finished=None, folder=work, measured=lambda: None, keep_measured=damage.append), lambda done, total: None)  # type: ignore[arg-type]  # fmt: skip
+    plain, folded = (one.damage for one in damage)
+    totals = [0.0, 0.0]
+    for unit, before, after in zip(plan.allocation.units, plain, folded, strict=True):
+        if unit.members[0].endswith(scaled):
+            four = next(i for i, scheme in enumerate(unit.options) if scheme is not None and scheme.bits == 4)
+            totals = [totals[0] + before[four], totals[1] + after[four]]
+        assert (after == before) is (unit.members[0] in alike)
+    assert 0 < totals[1] < 0.7 * totals[0]
 
 
 def test_the_curve_is_shown_as_soon_as_bits_are_chosen(

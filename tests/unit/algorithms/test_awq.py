@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantkit.algorithms import LARGEST_FACTOR
-from quantkit.algorithms.awq import Consumer, _ranges, awq, search_factors
+from quantkit.algorithms.awq import Consumer, _ranges, awq, rough_factors, search_factors
 from quantkit.algorithms.gptq import proxy_loss
 from quantkit.algorithms.rtn import rtn
 from quantkit.core import affine
@@ -138,6 +138,26 @@ def test_permuting_outputs_permutes_codes_and_leaves_factors(symmetric: bool) ->
     found, again = search_factors([one(w, h, scheme)], 64), search_factors([one(w[rows], h, scheme)], 64)
     assert torch.allclose(found.values, again.values)
     assert again.loss == pytest.approx(found.loss)
+
+
+def test_rough_factors_need_only_the_size_of_inputs_and_do_nearly_what_the_search_does() -> None:
+    w, h = problem(outlier=100.0)
+    size = h.diagonal().sqrt()
+    rough = rough_factors([w[:10], w[10:]], size, W4)
+    losses = {
+        name: proxy_loss(w, solve(w, h, s), h)[0]
+        for name, s in {"rough": rough, "found": search_factors([one(w, h)], 64).values, "none": torch.ones(64)}.items()
+    }
+    assert int(rough.argmax()) == 5
+    assert losses["rough"] < 0.8 * losses["none"]
+    assert losses["rough"] < 1.25 * losses["found"]
+    torch.testing.assert_close(rough.log().mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
+
+
+def test_rough_factors_are_one_where_inputs_are_alike_or_unknown() -> None:
+    w, _ = problem()
+    assert bool((rough_factors([w], torch.ones(64), W4) == 1).all())
+    assert bool((rough_factors([w], torch.full((64,), float("nan")), W4) == 1).all())
 
 
 def test_channels_shared_by_columns_get_one_factor() -> None:

@@ -117,6 +117,30 @@ def test_steadying_keeps_the_order_of_the_rough_measure_and_the_level_of_the_dir
     assert steadied([3.0, 0.0], [1.0, 0.0]) == pytest.approx([3.0, 0.0])
 
 
+def test_where_channels_are_scaled_first_the_scaled_weight_is_rounded_and_scaled_back() -> None:
+    generator = torch.Generator().manual_seed(7)
+    weights = {"up": torch.randn(4, 6, generator=generator), "gate": torch.randn(4, 6, generator=generator)}
+    reads = [
+        Read(torch.randn(5, 6, generator=generator), {n: torch.randn(5, 4, generator=generator) for n in weights})
+        for _ in range(2)
+    ]
+    factors, seen = torch.linspace(0.5, 2, 6), []
+
+    def scaling(asked: Any, size: Tensor) -> Tensor:
+        seen.append((set(asked), size))
+        return factors
+
+    before = {name: weight.clone() for name, weight in weights.items()}
+    (found,) = damage(weights, reads, [lambda w: w.round()], 10, scaling)
+    (wanted,) = damage(weights, reads, [lambda w: (w * factors).round() / factors], 10)
+    assert found == pytest.approx(wanted)
+    assert found != pytest.approx(damage(weights, reads, [lambda w: w.round()], 10)[0])
+    ((names, size),) = seen
+    assert names == {"up", "gate"}
+    torch.testing.assert_close(size, torch.cat([read.x for read in reads]).square().mean(0).sqrt())
+    assert all(torch.equal(weights[name], before[name]) for name in weights)
+
+
 def test_a_weight_that_no_token_passes_is_named() -> None:
     reads = [Read(torch.ones(2, 3), {"a": torch.ones(2, 4)})]
     with pytest.raises(UnsupportedModel, match=r"b, c: .* no token passes"):
