@@ -27,9 +27,9 @@ from quantkit.model.stepper import Call, forward_block, forward_tail, gradients_
 
 Rounding = Callable[[Tensor], Tensor]  # rows of a weight [rows, in] -> what rounding makes of them
 TAIL_TOKENS = 128  # of which logits are held at a time
-Scaling = Callable[
-    [Mapping[str, Tensor], Tensor], Tensor
-]  # weights by name, root mean square of their inputs [in] -> factors [in]
+# weights by name, root mean square of their inputs [in] -> factors [in], None for no scaling
+Scaling = Callable[[Mapping[str, Tensor], Tensor], Tensor | None]
+FEWEST = 16  # tokens that tell the size of channels: factors from fewer fit those tokens and flatter (an expert's)
 HEAD_TOKENS = 256  # on which a head's damage is measured
 STRIDE = 4  # of the tokens that pass, every so manieth is kept
 CHUNK = 1 << 21  # elements of a matrix outside the blocks that are rounded at a time
@@ -108,7 +108,8 @@ def damage(
     direct, rough = ([0.0] * len(roundings) for _ in range(2))
     for names, bundle in bundles.items():
         mine_only = {name: weights[name] for name in names}
-        factors = None if scaling is None else scaling(mine_only, _size([read.x for read in bundle]))
+        enough = sum(len(read.x) for read in bundle) >= FEWEST
+        factors = scaling(mine_only, _size([read.x for read in bundle])) if scaling is not None and enough else None
         for i, rounding in enumerate(roundings):
             changes = {name: _change(weight, rounding, factors) for name, weight in mine_only.items()}
             for read in bundle:

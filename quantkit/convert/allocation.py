@@ -65,12 +65,12 @@ class Allocation:
             return [f"{self.asked}: the rules decide about every weight, nothing is left to choose. Drop one of them."]
         if self.budget < self.least:
             return [
-                f"{self.asked}: the least that is possible here is {self._said(self.least, self._range()[0])}. "
+                f"{self.asked}: the least that is possible here is {self._said(self.least, self._range()[0], up=True)}. "
                 f"Ask for more{'' if self.format == 'native' else ', or for --format native, which takes embedding and head to fewer bits, too (loads in quantkit and transformers only)'}."
             ]
         if self.budget > self.most:
             return [
-                f"{self.asked}: the most that is possible here is {self._said(self.most, self._range()[1])}. Ask for less, or for fixed --bits."
+                f"{self.asked}: the most that is possible here is {self._said(self.most, self._range()[1], up=False)}. Ask for less, or for fixed --bits."
             ]
         return []
 
@@ -78,8 +78,8 @@ class Allocation:
         """Bits per weight that can be asked for, to three digits, rounded inward."""
         return -(-self.bits(self.least) * 1000 // 1) / 1000, self.bits(self.most) * 1000 // 1 / 1000
 
-    def _said(self, size: int, bits: float) -> str:
-        shown = _askable(size, up=size == self.least)
+    def _said(self, size: int, bits: float, up: bool) -> str:
+        shown = _askable(size, up)
         return f"--target-bpw {bits:.3f} or --target-size {shown} ({size_text(self.fixed)} of it for tensors that are not quantized)"
 
     def describe(self, text: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ def parse_size(text: int | str) -> int:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", str(text))
     if not found or found[2].upper() not in UNITS or not float(found[1]) > 0:
         raise RequestError(f"--target-size {text}: a size such as 3.5GB, 700MB or 1.2GiB.")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(Decimal(found[1]) * UNITS[found[2].upper()])  # 16.002 KB are 16,002 bytes
 
 
 def check_preset(preset: str | None) -> None:

@@ -3,7 +3,7 @@ output, and each token. Forward through the original model, and back, with one b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -202,7 +202,7 @@ class Probe:
             rows = {name: block.get_parameter(f"{name}.weight").shape[0] for name in weighed}
             guide = fit_guide(rows, states, squares)
         found = {}
-        scaled = self._scaled(index, gradients[0]) if mine and self.folds else frozenset()
+        scaled = self._scaled(index, gradients[0]) if mine and self.folds else {}
         for unit in mine:
             weights = {
                 local: block.get_parameter(f"{local}.weight")
@@ -216,12 +216,12 @@ class Probe:
         release_memory(self.device)
         return found, None if guide is None else guide.on_host()
 
-    def _scaled(self, index: int, like: Tensor) -> frozenset[str]:
-        """Linears of a block whose input channels can be scaled."""
+    def _scaled(self, index: int, like: Tensor) -> dict[str, Tensor]:
+        """Linears of a block whose input channels can be scaled, and the fold's channel in each of their columns, int64 [in]."""
         state = self._kept(index, 0, like)[:, :SHORT]
         shared, call = shared_modules(self.model, self.blocks.name(index)), self.short[index].to(self.device)
         accepted = find_folds(self.blocks.modules[index], state, call, shared).accepted
-        return frozenset(name for fold in accepted for name in fold.consumers)
+        return {name: channels for fold in accepted for name, channels in fold.consumers.items()}
 
     def _rounding(self, scheme: Scheme | None) -> sensitivity.Rounding:
         return partial(rounded, scheme=scheme, search=self.search)
@@ -256,11 +256,18 @@ class Probe:
         return [total / (2 * self.ids.numel()) for total in sensitivity.steadied(direct, rough)]
 
 
-def _factors(weights: Mapping[str, Tensor], size: Tensor, scaled: Collection[str], scheme: Scheme) -> Tensor:
-    """What a method multiplies the input channels of linears by that read one tensor; ones if a block does not let it."""
+def _factors(
+    weights: Mapping[str, Tensor], size: Tensor, scaled: Mapping[str, Tensor], scheme: Scheme
+) -> Tensor | None:
+    """What a method multiplies the input channels of linears by that read one tensor; None if a block does not let it. Columns of one channel (query heads that share
+    a value head) have one factor, by the mean of their squares."""
     if not all(name in scaled for name in weights):
-        return torch.ones_like(size)
-    return rough_factors(list(weights.values()), size, scheme)
+        return None
+    channels = scaled[next(iter(weights))].to(size.device)
+    count = int(channels.max()) + 1
+    square = torch.zeros(count, device=size.device).index_add_(0, channels, size.square())
+    each = torch.bincount(channels, minlength=count).clamp(min=1)
+    return rough_factors(list(weights.values()), (square / each).sqrt()[channels], scheme)
 
 
 def _middle(unit: Unit) -> Scheme:
@@ -292,7 +299,7 @@ def file_bytes(hidden: int, blocks: int) -> int:
 
 def guide_bytes(hidden: int, blocks: Blocks) -> int:
     """What the guides of all blocks take in the work folder, see ``algorithms.guide.Guide``."""
-    counts = [len(block_linears(block)) for block in blocks.modules]
+    counts = [len(block_linears(block).keys() - expert_linears(block).keys()) for block in blocks.modules]
     return sum(8 * (2 * (hidden + 1) + count * (hidden + 4)) for count in counts)
 
 

@@ -57,9 +57,7 @@ from quantkit.convert.states import StateStore
 from quantkit.core.precision import cpu_has_amx
 from quantkit.errors import NumericsError, RequestError, UnsupportedModel
 
-LAYOUT = (
-    3  # of the work folder; 3: beside what channels count, what tokens do may have been measured before the first block
-)
+LAYOUT = 4  # of the work folder; 3: what tokens count may have been measured, too; 4: damage is that of scaled channels
 INCURABLE = (NumericsError, UnsupportedModel, RequestError)  # the same again would come of the same: nothing is kept
 
 

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from written import schemes
 
 import quantkit as qk
+from quantkit.algorithms.awq import rough_factors
 from quantkit.checkpoint.source import open_source
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert import settle
@@ -26,8 +27,9 @@ from quantkit.convert.allocation import kept_bytes
 from quantkit.convert.allocation import stored_bytes as target_bytes
 from quantkit.convert.options import ConvertOptions
 from quantkit.convert.plan import make_plan
-from quantkit.convert.probe import Measured, Probe
+from quantkit.convert.probe import Measured, Probe, _factors
 from quantkit.convert.rules import fused_groups
+from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.evaluate.sizes import measure_sizes, stored_bytes
 
@@ -323,6 +325,18 @@ def test_damage_is_that_of_scaled_channels_where_method_and_block_scale_them(
             totals = [totals[0] + before[four], totals[1] + after[four]]
         assert (after == before) is (unit.members[0] in alike)
     assert 0 < totals[1] < 0.7 * totals[0]
+
+
+def test_columns_that_carry_one_channel_have_one_factor() -> None:
+    """Query heads that share a value head: here four columns carry two channels."""
+    size, weight = torch.tensor([1.0, 8.0, 3.0, 2.0]), torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    channels = torch.tensor([0, 1, 0, 1])
+    found = _factors({"o": weight}, size, {"o": channels}, Scheme(4, None, False))
+    assert found is not None
+    assert torch.equal(found[:2], found[2:])
+    mean = ((size[:2].square() + size[2:].square()) / 2).sqrt()[channels]
+    assert torch.equal(found, rough_factors([weight], mean, Scheme(4, None, False)))
+    assert _factors({"o": weight, "p": weight}, size, {"o": channels}, Scheme(4, None, False)) is None
 
 
 def test_the_curve_is_shown_as_soon_as_bits_are_chosen(

@@ -121,7 +121,7 @@ def test_where_channels_are_scaled_first_the_scaled_weight_is_rounded_and_scaled
     generator = torch.Generator().manual_seed(7)
     weights = {"up": torch.randn(4, 6, generator=generator), "gate": torch.randn(4, 6, generator=generator)}
     reads = [
-        Read(torch.randn(5, 6, generator=generator), {n: torch.randn(5, 4, generator=generator) for n in weights})
+        Read(torch.randn(10, 6, generator=generator), {n: torch.randn(10, 4, generator=generator) for n in weights})
         for _ in range(2)
     ]
     factors, seen = torch.linspace(0.5, 2, 6), []
@@ -139,6 +139,9 @@ def test_where_channels_are_scaled_first_the_scaled_weight_is_rounded_and_scaled
     assert names == {"up", "gate"}
     torch.testing.assert_close(size, torch.cat([read.x for read in reads]).square().mean(0).sqrt())
     assert all(torch.equal(weights[name], before[name]) for name in weights)
+    (few,) = damage(weights, reads[:1], [lambda w: w.round()], 10, scaling)  # ten tokens say too little
+    assert len(seen) == 1
+    assert few == damage(weights, reads[:1], [lambda w: w.round()], 10)[0]
 
 
 def test_a_weight_that_no_token_passes_is_named() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import quantkit
+from quantkit.convert.allocation import _askable
 from quantkit.convert.options import (
     DEFAULTS,
     ConvertOptions,
     apply_preset,
     method_words,
+    parse_size,
 )
 from quantkit.convert.refusals import refuse_unknown, refuse_without_effect
 from quantkit.errors import RequestError
@@ -136,3 +138,10 @@ def test_notebooks_and_signatures_show_every_option_with_its_default() -> None:
     assert set(shown) == {"source", "out", "on_progress", *DEFAULTS}
     assert all(shown[name].default == value for name, value in DEFAULTS.items() if name not in ("source", "out"))
     assert "baseline" in inspect.signature(quantkit.evaluate).parameters
+
+
+def test_a_size_that_is_named_can_be_asked_for() -> None:
+    for size in [*range(10_000, 100_000, 37), 16_002, 1_001_000, 113_409_696, 3_500_000_001, 10**12 + 7]:
+        least, most = (parse_size(_askable(size, up)) for up in (True, False))
+        assert most <= size <= least
+        assert least - most <= max(size / 450, 2)
