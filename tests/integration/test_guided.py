@@ -137,7 +137,8 @@ def test_experts_tokens_count_alike_and_those_of_all_other_linears_do_not(
             quantkit.convert(tmp_path / "source", out=tmp_path / f"{guided}", calibration=str(calibration_text), **{**SHORT, "guided": guided})  # fmt: skip
             found[guided] = groups["model.layers.0"]
     blocks = make_plan(ConvertOptions(str(tmp_path / "source"), tmp_path / "plan", calibration=str(calibration_text), **SHORT)).blocks  # fmt: skip
-    assert guide_bytes(32, blocks) == len(blocks) * 8 * (2 * 33 + 5 * 36)  # attention's four linears and the router, no experts
+    one = 2 * 33 + 5 * 36  # attention's four linears and the router, no experts
+    assert guide_bytes(32, blocks) == len(blocks) * 8 * one
     for plain, weighted in zip(found[False], found[True], strict=True):
         assert plain.hessian is not None
         assert weighted.hessian is not None
