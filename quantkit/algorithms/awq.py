@@ -103,7 +103,7 @@ def rough_factors(weights: Sequence[Tensor], size: Tensor, scheme: Scheme) -> Te
     rows, _ = thin_stack(weights)
 
     def loss(s: Tensor) -> float:
-        error = _rounding_error(rows, s, scheme, None, 0)
+        error = _rounding_error(rows, s, scheme, None)
         return float("inf") if error is None else float((error * size).square().sum())
 
     tried = [one, *(_normalise((size + 1e-6 * size.mean()) ** a) for a in (0.25, 0.5, 0.75))]
@@ -232,15 +232,15 @@ def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
 
 def rounding_error(c: Consumer, factors: Tensor, clip: bool = False) -> Tensor | None:
     """``Q(W s) / s - W``, float32 [out, in]: rounded between the extremes, or in a searched range. None if a scale cannot be stored."""
-    return _rounding_error(c.weight, factors[c.channels], c.scheme, c.hessian.float().diagonal() if clip else None, 12)
+    return _rounding_error(c.weight, factors[c.channels], c.scheme, c.hessian.float().diagonal() if clip else None)
 
 
-def _rounding_error(w: Tensor, s: Tensor, scheme: Scheme, square: Tensor | None, steps: int) -> Tensor | None:
-    """The same; square: mean of each input's square, by which ranges are searched in that many steps, None for the extremes."""
+def _rounding_error(w: Tensor, s: Tensor, scheme: Scheme, square: Tensor | None) -> Tensor | None:
+    """The same; square: mean of each input's square, by which ranges are searched; None for the extremes."""
     scaled = w * s
     try:
         if square is not None:
-            step, zeros = affine.searched_params(scaled, scheme, square / s**2, steps=steps)
+            step, zeros = affine.searched_params(scaled, scheme, square / s**2, steps=12)
         else:
             step, zeros = affine.minmax_params(scaled, scheme)
     except NumericsError:
