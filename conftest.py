@@ -4,4 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-collect_ignore_glob = [] if importlib.util.find_spec("numba") else ["quantkit/runtime/kernels/cpu_numba*.py"]
+NUMBA = ("attention", "gemv", "gptq", "ir", "page_ir", "step", "step_fields", "worker_loop")  # all but threads.py
+collect_ignore_glob = (
+    [] if importlib.util.find_spec("numba") else [f"quantkit/runtime/kernels/numba/{name}.py" for name in NUMBA]
+)

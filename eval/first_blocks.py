@@ -23,9 +23,10 @@ from torch import Tensor
 
 from quantkit import errors
 from quantkit.convert import run
-from quantkit.convert.run import Progress
+from quantkit.convert.api import convert
+from quantkit.convert.progress import Progress
 from quantkit.evaluate.environment import hardware, versions
-from quantkit.evaluate.report import prepare
+from quantkit.evaluate.prepare import prepare
 
 ELSEWHERE = {
     "rotate",
@@ -50,10 +51,10 @@ def first_blocks(
     times: list[float] = []
     quantize = run.quantize_block
 
-    def recorded(plan: Any, prefix: str, block: Any, groups: Any, result: Any, lesson: Any = None) -> None:
-        if alike and lesson is not None:
-            lesson.channels.fill_(1.0)
-        quantize(plan, prefix, block, groups, result, lesson)
+    def recorded(solver: Any, prefix: str, block: Any, groups: Any, result: Any, learn_from: Any = None) -> None:
+        if alike and learn_from is not None:
+            learn_from.channels.fill_(1.0)
+        quantize(solver, prefix, block, groups, result, learn_from)
         found[prefix] = {name: value.detach().clone() for name, value in block.state_dict().items()}
         learned.update(result.tuning)
 
@@ -66,7 +67,7 @@ def first_blocks(
     run.quantize_block = recorded  # the loop's own stage: what it leaves in the block is what the next one sees
     try:
         with tempfile.TemporaryDirectory() as folder:
-            run.convert(model, Path(folder) / "out", on_progress=listen, **options)
+            convert(model, Path(folder) / "out", on_progress=listen, **options)
     except _Enough:
         pass
     finally:

@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from quantkit.evaluate.bands import by_position
+from quantkit.evaluate.by_position import by_position
 from quantkit.evaluate.divergence import Baseline, compare
 from quantkit.evaluate.environment import hardware, versions
+from quantkit.evaluate.kv_cache.planted_facts import measure_planted, plant
 from quantkit.evaluate.perplexity import perplexity_of
-from quantkit.evaluate.planted import measure_planted, plant
-from quantkit.evaluate.report import prepare
+from quantkit.evaluate.prepare import prepare
 from quantkit.runtime.load import load
 
 

@@ -1,4 +1,4 @@
-"""What a step of `--method tune` takes in float32 and with `--products bf16`, side by side: one block of a model, 2,048 tokens a step.
+"""What a step of `--method tune` takes in float32 and with `--matmul-precision bf16`, side by side: one block of a model, 2,048 tokens a step.
 
     python eval/learning_step.py MODEL [--threads 1]    # writes eval/results/learning_step.json
 
@@ -16,10 +16,10 @@ import torch
 
 from quantkit.algorithms.rtn import rtn
 from quantkit.algorithms.tune import TuneOptions, tune
-from quantkit.calibrate.products import model_runs, products
-from quantkit.convert.embed import embed
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
+from quantkit.calibrate.matmul_precision import matmul_precision, model_runs
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.plan import make_plan
+from quantkit.convert.stages.embed import embed
 from quantkit.core.precision import cpu_has_amx, exact_products
 from quantkit.core.scheme import Scheme
 from quantkit.evaluate.environment import hardware, versions
@@ -38,9 +38,9 @@ def main() -> None:
     plan = make_plan(
         ConvertOptions(asked.model, Path("unused"), method="tune", group_size=64, samples=18, seq_len=1024)
     )
-    assert plan.windows is not None
+    assert plan.inputs.calibration is not None
     cpu = torch.device("cpu")
-    found = embed(plan.model, plan.blocks, plan.weights, plan.windows.ids, cpu, None)
+    found = embed(plan.model, plan.blocks, plan.weights, plan.inputs.calibration.ids, cpu, None)
     plan.weights.load(plan.blocks.name(0), cpu)
     block, call = plan.blocks.modules[0], found.single[0]
     inputs = [window for state in found.states for window in state.split(1)]
@@ -54,7 +54,7 @@ def main() -> None:
 
     def seconds(mode: str, steps: int) -> float:
         begun = time.perf_counter()
-        with exact_products(), products(mode), model_runs(cpu):
+        with exact_products(), matmul_precision(mode), model_runs(cpu):
             tune(forward, weights, start, inputs, targets, TuneOptions(steps=steps, checks=1))  # type: ignore[arg-type]
         return time.perf_counter() - begun
 

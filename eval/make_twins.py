@@ -30,7 +30,7 @@ import torch
 
 from quantkit.checkpoint.gguf_source import GGUFSource
 from quantkit.checkpoint.gguf_tokenizer import UNUSED, USER_DEFINED
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import repair_config, tokenizer_from_gguf
 
 LARGEST_DRIFT = 1e-2  # of a logit, between the model and its twin in float32; 6e-5 and 3e-4 were seen

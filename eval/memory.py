@@ -34,7 +34,7 @@ def synthetic(folder: Path, layers: int) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from quantkit.checkpoint.source import open_source
+    from quantkit.checkpoint.open import open_source
     from quantkit.checkpoint.tokenizer import write_tokenizer
 
     torch.manual_seed(0)

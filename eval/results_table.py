@@ -235,9 +235,13 @@ def render_times(results: Results) -> str:
 
 
 def quality_tables() -> dict[str, str]:
-    """The presets beside each other, seeds one by one; the same models on another text; llama.cpp's mixes."""
+    """Every table of docs/quality.md: the main suite, the peers, the presets beside each other, seeds one by one, the same
+    models on another text, llama.cpp's mixes, times."""
     ladder = load_results("weights")
+    peers = [*load_results("peers-quick"), *load_results("peers")]
     return {
+        "results": render(load_results()),
+        "peers": render_peers(peers),
         "ladder": render_ladder([one for one in ladder if "of" not in one[0]]),
         "news": render_ladder([one for one in ladder if "of" in one[0]]),
         "mixes": render_mixes(load_results("llamacpp")),
@@ -262,10 +266,79 @@ def beside(name: str) -> Any:
     return module
 
 
+# The README's preset table: the preset, what it does, the row its time is of, the row its KL is of.
+PRESETS = (
+    (
+        "`fast`",
+        "reads no text: scales channels by what random tokens do, searches ranges (HQQ)",
+        "smollm2-135m-times-fast",
+        "smollm2-135m-fast-w4-g64-asym",
+    ),
+    (
+        "`balanced`",
+        "reads a text: AWQ's channel scales, then GPTQ with weighted tokens",
+        "smollm2-135m-times-balanced",
+        "smollm2-135m-balanced-w4-g64-asym",
+    ),
+    (
+        "`best`",
+        "learns codes and scales block by block, then scales and norms end to end",
+        "smollm2-135m-best-w4-g64-asym",
+        "smollm2-135m-best-w4-g64-asym",
+    ),
+)
+# The README's results table: rows of eval/suites/weights.toml.
+SHORT = (
+    "smollm2-135m-best-w4-g64-asym",
+    "smollm2-135m-balanced-w4-g64-asym",
+    "smollm2-135m-quick-autoround-light-w4-g64-asym",
+    "smollm2-135m-quick-llmcompressor-awq-w4-g64-asym-float32",
+    "smollm2-135m-fast-w4-g64-asym",
+    "smollm2-135m-quick-llmcompressor-gptq-w4-g64-sym",
+    "smollm2-135m-bitsandbytes-nf4",
+    "smollm2-135m-hqq-w4-g64",
+    "gemma3-270m-best-w4-g64-asym",
+    "gemma3-270m-balanced-w4-g64-asym",
+    "gemma3-270m-quick-autoround-light-w4-g64-asym",
+    "gemma3-270m-quick-gptqmodel-gptq-w4-g64-sym",
+    "gemma3-270m-fast-w4-g64-asym",
+)
+
+
+def duration(seconds: float) -> str:
+    """Seconds below five minutes, then minutes."""
+    return f"{seconds:.0f} s" if seconds < 300 else f"{seconds / 60:.0f} min"
+
+
+def render_presets() -> str:
+    """Which preset: what each does, how long it took and what it cost. Raises KeyError for a row without a result."""
+    results = {row["id"]: result for suite in ("weights", "times") for row, result in load_results(suite)}
+    lines = [
+        [
+            preset,
+            words,
+            duration(results[timed]["quantization"]["seconds"]),
+            f"{results[judged]['evaluation']['kl_mean']:.3f}",
+        ]
+        for preset, words, timed, judged in PRESETS
+    ]
+    return markdown(["preset", "what it does", "time", "KL (nats)"], lines)
+
+
+def render_short(results: Results) -> str:
+    """A few rows of the ladder, by model, then by KL. Raises KeyError for a row without a result."""
+    by_id = {row["id"]: (row, result) for row, result in results}
+    lines = [
+        [row["model"], row["label"], f"{figures['bits_per_weight']:.3f}", f"{figures['kl_mean']:.4f} ± {figures['kl_stderr']:.4f}"]
+        for _, rows in kv_order([by_id[name] for name in SHORT])
+        for row, figures in rows
+    ]  # fmt: skip
+    return markdown(["model", "made by", "bits / weight", "KL (nats)"], lines)
+
+
 def tables() -> dict[str, str]:
     """Every table of the README by the name in its markers."""
-    peers = [*load_results("peers-quick"), *load_results("peers")]
-    return {"results": render(load_results()), "peers": render_peers(peers)}
+    return {"presets": render_presets(), "short": render_short(load_results("weights"))}
 
 
 def block_of(readme: str, name: str = "results") -> str:

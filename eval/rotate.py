@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.errors import QuantkitError, UnsupportedModel
 from quantkit.model.rotate import RotatedSource
 

@@ -29,8 +29,9 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 from quantkit.errors import QuantkitError
+from quantkit.evaluate.api import evaluate
 from quantkit.evaluate.divergence import Baseline
-from quantkit.evaluate.report import evaluate, prepare, prepare_baseline
+from quantkit.evaluate.prepare import prepare, prepare_baseline
 
 if TYPE_CHECKING:
     from foreign_cache import ForeignCache

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from quantkit.version import __version__
+
 __all__ = ["QuantTensor", "Scheme", "__version__", "convert", "evaluate", "load"]
 
 if TYPE_CHECKING:
-    from quantkit.convert.run import convert
+    from quantkit.convert.api import convert
     from quantkit.core.qtensor import QuantTensor
     from quantkit.core.scheme import Scheme
-    from quantkit.evaluate.report import evaluate
+    from quantkit.evaluate.api import evaluate
     from quantkit.runtime.load import load
 
 _PUBLIC = {

@@ -2,7 +2,10 @@
 
 
 class QuantkitError(Exception):
-    """Base of everything quantkit raises on purpose. The command line prints it without a traceback, exit code 1."""
+    """Base of everything quantkit raises on purpose.
+
+    The command line prints it without a traceback, exit code 1.
+    """
 
 
 class RequestError(QuantkitError):
@@ -33,5 +36,7 @@ class MissingExtra(QuantkitError):
 
 
 class QuantkitWarning(UserWarning):
-    """Something was done otherwise than expected (a file's meaning taken for its words, a slower way to decode), and goes on. The
-    command line prints it as a note."""
+    """Something was done otherwise than expected, and goes on. The command line prints it as a note.
+
+    For example: a file's meaning taken for its words, a slower way to decode.
+    """

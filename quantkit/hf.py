@@ -1,8 +1,9 @@
-"""``import quantkit.hf`` teaches transformers the native format: ``AutoModelForCausalLM.from_pretrained(folder)`` then loads it.
+"""``import quantkit.hf`` teaches transformers the native format, for ``AutoModelForCausalLM.from_pretrained(folder)``.
 
-Importing it again changes nothing. The layers are quantkit's ``QuantLinear`` and ``QuantEmbedding``, packed for the device that ``device_map``
-gives; a loaded model does not move to another kind of device. Attention and cache are transformers' own: a KV cache that was calibrated is
-used by ``quantkit.load``, not here. Read against transformers 5.17 and 5.23 (quantizers/auto.py; modeling_utils.py, from_pretrained).
+Importing it again changes nothing. The layers are quantkit's ``QuantLinear`` and ``QuantEmbedding``, packed for the
+device that ``device_map`` gives; a loaded model does not move to another kind of device. Attention and cache are
+transformers' own: a KV cache that was calibrated is used by ``quantkit.load``, not here. Read against transformers 5.17
+and 5.23 (quantizers/auto.py; modeling_utils.py, from_pretrained).
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantkit.checkpoint.source import Source, open_source
+from quantkit.checkpoint.open import open_source
+from quantkit.checkpoint.source import Source
 from quantkit.errors import RequestError, UnsupportedModel
 from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.native import Native
 from quantkit.formats.reader import QuantizedReader
-from quantkit.runtime.load import load_packed, place_modules, tied_heads
-from quantkit.runtime.siblings import join_siblings
+from quantkit.runtime.layers.build import load_packed, place_modules, tied_heads
+from quantkit.runtime.layers.fused import fuse_linears
 
 METHOD = "quantkit"
 INDEX, SINGLE = f"{Native.stem}.safetensors.index.json", f"{Native.stem}.safetensors"
@@ -46,21 +48,22 @@ class QuantkitConfig(QuantizationConfigMixin):
 class QuantkitQuantizer(HfQuantizer):
     """Loads packed layers while transformers loads the rest. Nothing is quantized here: ``quantkit convert`` does that.
 
-    Raises RequestError for a model on several devices, UnsupportedModel for a mixture of experts, CheckpointError for a folder
-    whose tensors do not fit.
+    Raises RequestError for a model on several devices, UnsupportedModel for a mixture of experts, CheckpointError for a
+    folder whose tensors do not fit.
     """
 
     requires_calibration = True
 
     def update_tp_plan(self, config: Any) -> Any:
-        """Called with the config before files are looked for (transformers 5.17); later releases call the next."""
+        """Name the weight files: transformers 5.17 calls this before it looks for them."""
         return _name_files(config)
 
     def update_attn_implementation(self, config: Any) -> Any:
+        """Name the weight files: later releases call this before they look for them."""
         return _name_files(config)
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **given: Any) -> None:
-        """Take the float weights away from layers that are stored packed, and tell transformers not to wait for them."""
+        """Take the float weights away from packed layers, and tell transformers not to wait for them."""
         folder = Path(checkpoint_files[0]).parent
         source = open_source(folder)
         reader = QuantizedReader(source)
@@ -89,10 +92,11 @@ class QuantkitQuantizer(HfQuantizer):
         (device,) = devices
         load_packed(model, self.source, self.reader, self.places, self.shared, device, model.dtype, None)
         if device.type == "cuda":
-            join_siblings(model, device)
+            fuse_linears(model, device)
         if self.source.path.is_dir() and read_kv_plan(self.source.path) is not None:
             logging.get_logger(__name__).warning(
-                f"{self.source.path} holds a calibrated KV cache; transformers keeps its own in 16 bits or more. quantkit.load uses it."
+                f"{self.source.path} holds a calibrated KV cache; transformers keeps its own in 16 bits or more."
+                " quantkit.load uses it."
             )
         return model
 
@@ -105,6 +109,10 @@ class QuantkitQuantizer(HfQuantizer):
 
 
 def _places(model: Any, source: Source, reader: QuantizedReader) -> dict[str, str]:
+    """Find the module of each packed weight: stored name -> module name.
+
+    Raises UnsupportedModel for experts that transformers holds as one tensor.
+    """
     stacked = [
         name
         for name, module in model.named_modules()
@@ -112,13 +120,17 @@ def _places(model: Any, source: Source, reader: QuantizedReader) -> dict[str, st
     ]
     if stacked:
         raise UnsupportedModel(
-            f"{source.path}: {stacked[0]} holds its experts as one tensor in transformers, and packed one by one in the file. Use quantkit.load."
+            f"{source.path}: {stacked[0]} holds its experts as one tensor in transformers, and packed one by one in the"
+            " file. Use quantkit.load."
         )
     return place_modules(model, reader, str(source.path))
 
 
 def _name_files(config: Any) -> Any:
-    """Say what the weight files are called: plain transformers does not look for these names (``checkpoint/source.py``, STEMS)."""
+    """Put the names of the weight files into the config.
+
+    Plain transformers does not look for these names (``checkpoint/source.py``, STEMS).
+    """
     folder = str(config._name_or_path)
     if os.path.isdir(folder):
         sharded = os.path.exists(os.path.join(folder, INDEX))
@@ -130,7 +142,7 @@ def _name_files(config: Any) -> Any:
 
 
 def register() -> None:
-    """What importing this module does. Does nothing where it was done."""
+    """Register config and quantizer with transformers, what importing this module does; once."""
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantization_config(METHOD)(QuantkitConfig)
         register_quantizer(METHOD)(QuantkitQuantizer)

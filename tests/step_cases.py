@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quantkit.core.kvscheme import KVScheme
-from quantkit.runtime.kernels import step
-from quantkit.runtime.kernels.step import FIELDS, PAGE, Heads, PackedPages, PackJob, Pages, Stored
-from quantkit.runtime.packed import Packing
+from quantkit.runtime.kernels import decode_reference
+from quantkit.runtime.kernels.decode_reference import FIELDS, PAGE, Heads, PackedPages, PackJob, Pages, PageTensors
+from quantkit.runtime.kv_cache.packed_page import Packing
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -19,7 +19,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 def pages_of(
     pads: list[int], length: int, heads: Heads, dtype: torch.dtype, device: str, *, window: int = 0
-) -> tuple[Pages, Stored]:  # fmt: skip
+) -> tuple[Pages, PageTensors]:  # fmt: skip
     """Filled pages in random order for positions up to ``length`` of the longest; those that a window has left are 0 in the table."""
     columns = length // PAGE + 1
     order = torch.randperm(len(pads) * columns, generator=torch.Generator().manual_seed(3)) + 1
@@ -38,12 +38,12 @@ def pages_of(
         torch.tensor([keys.data_ptr(), values.data_ptr()], device=device),
         window,
     )
-    return pages, Stored(keys, values)
+    return pages, PageTensors(keys, values)
 
 
 def packed_of(
     pads: list[int], length: int, heads: Heads, dtype: torch.dtype, device: str, scheme: KVScheme, *, window: int = 0, done: int = 0
-) -> tuple[Pages, Stored]:  # fmt: skip
+) -> tuple[Pages, PageTensors]:  # fmt: skip
     """``pages_of`` with packed pages too, of random keys and values, and exact first tokens."""
     pages, stored = pages_of(pads, length, heads, dtype, device, window=window)
     count, dim = len(stored.keys), heads.dim
@@ -59,14 +59,14 @@ def packed_of(
         torch.tensor(addresses + [x.data_ptr() for x in first], device=device),
         scheme.keys, scheme.values, scheme.groups(dim), scheme.recent, scheme.first,
     )  # fmt: skip
-    return replace(pages, packed=about), Stored(stored.keys, stored.values, packed, first)
+    return replace(pages, packed=about), PageTensors(stored.keys, stored.values, packed, first)
 
 
 def check_pack(scheme: KVScheme, dim: int, dtype: torch.dtype, device: str) -> None:
     """Of four sequences one has a page that becomes old, one its first page, one none, and one is none. Codes may differ by one where a sum in another order turns
     a half, 1 in 500; ranges where it turns a search, 1 in 50 (then what the page gives back is no worse)."""
-    from quantkit.runtime.kernels.triton_attention import signs
-    from quantkit.runtime.kernels.triton_pack import pack
+    from quantkit.runtime.kernels.triton.attention import signs
+    from quantkit.runtime.kernels.triton.pack_page import pack
 
     heads = Heads(1, 1, dim, 1.0)
     length = scheme.recent - 1 + 4 * PAGE
@@ -76,7 +76,7 @@ def check_pack(scheme: KVScheme, dim: int, dtype: torch.dtype, device: str) -> N
     assert stored.packed is not None
     before = {name: x.clone() for name, x in stored.packed.items()}
     expected = {name: x.clone() for name, x in stored.packed.items()}
-    step.pack(pages, Stored(stored.keys, stored.values, expected))
+    decode_reference.pack(pages, PageTensors(stored.keys, stored.values, expected))
     one = [x[None] for x in (pages.table, about.table, about.done, pages.pools, about.fields)]
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     bits = about.keys, about.values, about.groups, about.recent, about.first
@@ -101,15 +101,15 @@ def check_pack(scheme: KVScheme, dim: int, dtype: torch.dtype, device: str) -> N
 
 def check_rotary(dim: int, width: int, norm: bool, dtype: torch.dtype, device: str, close: dict[str, float]) -> None:
     """Rotary with the cache write against its definition."""
-    from quantkit.runtime.kernels.triton_step import rotary_and_cache
+    from quantkit.runtime.kernels.triton.step import rotary_and_cache
 
     heads = Heads(4, 2, dim, 1.0)
     q, k, v = (noise(3, count * dim, seed=seed).to(device, dtype) for count, seed in ((4, 1), (2, 2), (2, 3)))
     norms = (noise(dim, seed=4).to(device), noise(dim, seed=5).to(device)) if norm else (None, None)
     angles = noise(150, width, seed=6).to(device), noise(150, width, seed=7).to(device)
     pages, stored = pages_of([0, 9, 77], 130, heads, dtype, device)
-    written = Stored(stored.keys.clone(), stored.values.clone())
-    expected = step.rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5, written)
+    written = PageTensors(stored.keys.clone(), stored.values.clone())
+    expected = decode_reference.rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5, written)
     found = rotary_and_cache(q, k, v, norms, angles, pages, heads, 1e-5)
     torch.testing.assert_close(found, expected, **close)
     for pool, wanted in ((stored.keys, written.keys), (stored.values, written.values)):

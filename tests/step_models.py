@@ -13,12 +13,12 @@ from quantkit.core import affine
 from quantkit.core.kvscheme import KVPlan, KVScheme
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.attention import transformers_cache
 from quantkit.runtime.kernels.reference import PackedWeight
-from quantkit.runtime.kernels.triton_layout import TritonWeight
-from quantkit.runtime.linear import QuantLinear, pack
+from quantkit.runtime.kernels.triton.layout import TritonWeight
+from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
+from quantkit.runtime.layers.fused import fuse_linears
+from quantkit.runtime.layers.linear import QuantLinear, pack
 from quantkit.runtime.model import Model
-from quantkit.runtime.siblings import join_siblings
 
 
 class Words:
@@ -48,7 +48,7 @@ def tiny(
     module = module.to(device, dtype)
     return Model(
         module, module.config.to_dict(), device=torch.device(device), dtype=dtype, read_tokenizer=Words, kv_plan=KVPlan(KVScheme.of(kv_bits)),
-        lean=graphs, graphs=graphs,
+        fast_step=graphs, graphs=graphs,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def packed(model: Model, scheme: Scheme | None) -> Model:
     """The linears of the blocks as bricks, siblings joined; None leaves them dense."""
     if scheme is not None:
         replace_linears(model, scheme, lambda q: TritonWeight(q, model.device))
-        join_siblings(model.module, model.device)
+        fuse_linears(model.module, model.device)
     return model
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor, TableTensor
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.kernels.tables import VALUES
-from quantkit.runtime.kernels.tiles import Tile
-from quantkit.runtime.kernels.triton_layout import TritonWeight
+from quantkit.runtime.kernels.triton.fp4_tables import VALUES
+from quantkit.runtime.kernels.triton.layout import TritonWeight
+from quantkit.runtime.kernels.triton.tile_table import Tile
 
 SCHEMES = [
     Scheme(4, 128),
@@ -66,7 +66,7 @@ def inputs(tokens: int, width: int, dtype: torch.dtype, device: str, seed: int =
 
 
 def allowed(x: Tensor, q: QuantTensor | TableTensor, expected: Tensor, tile: Tile) -> Tensor:
-    """The tolerance that triton_linear.py derives; the reference ``expected`` was computed in float64."""
+    """The tolerance that kernels/triton/launch.py derives; the reference ``expected`` was computed in float64."""
     u = ROUNDING[x.dtype]
     size, weight = x.double().abs().cpu(), q.dequantize().double().abs()
     if isinstance(q, TableTensor):
@@ -88,7 +88,7 @@ def check(
     q: QuantTensor | TableTensor, packed: TritonWeight, x: Tensor, tile: Tile, bias: Tensor | None = None
 ) -> None:
     """One kernel against float64, within the derived tolerance."""
-    from quantkit.runtime.kernels.triton_linear import run
+    from quantkit.runtime.kernels.triton.launch import run
 
     expected = x.double().cpu() @ q.dequantize().double().T
     if bias is not None:

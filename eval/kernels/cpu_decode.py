@@ -1,13 +1,16 @@
-"""Decode and prefill on a CPU, side by side in one run, the engines taking turns round by round.
+"""Time decode and prefill on a CPU, side by side in one run, the engines taking turns round by round.
 
     python eval/kernels/cpu_decode.py --model smollm2-135m --out eval/results/cpu_decode-smollm2-135m.json
-    python eval/kernels/cpu_decode.py --model random-1.5b --rounds 3 --prompt 8 --new-tokens 9 --prefill '' --only '*bfloat16' --only "*torch's*" --only '*8 bit'
+    python eval/kernels/cpu_decode.py --model random-1.5b --rounds 3 --prompt 8 --new-tokens 9 --prefill ''
+        --only '*bfloat16' --only "*torch's*" --only '*8 bit'
     ... --llama PYTHON --gguf FILE [--gguf FILE]      llama-cpp-python in an environment of its own, as one more engine
 
-Engines: transformers' definition with float32 and bf16 weights; quantkit with torch's own packed kernels (as without the extra ``[cpu]``); quantkit with
-the numba kernels, head exact and of 8 bits. Weights are rounded to nearest (speed does not depend on how they were chosen). ``random-1.5b`` has the
-shape of a 1.5B model (28 layers of 1536, 8960 inside, vocabulary 151936, tied) and random weights, those of a shape alike in all layers. A round is: read the prompt, then decode greedily.
-The median of the rounds counts. Load average and versions are stored with the figures: beside other jobs they are worth little.
+Engines: transformers' definition with float32 and bf16 weights; quantkit with torch's own packed kernels (as without
+the extra ``[cpu]``); quantkit with the numba kernels, head exact and of 8 bits. Weights are rounded to nearest (speed
+does not depend on how they were chosen). ``random-1.5b`` has the shape of a 1.5B model (28 layers of 1536, 8960 inside,
+vocabulary 151936, tied) and random weights, those of a shape alike in all layers. A round is: read the prompt, then
+decode greedily. The median of the rounds counts. Load average and versions are stored with the figures: beside other
+jobs they are worth little.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +37,23 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.evaluate.environment import hardware, versions
-from quantkit.evaluate.traffic import measure_bandwidth, weight_bytes_per_step
+from quantkit.evaluate.speed.traffic import measure_bandwidth, weight_bytes_per_step
 from quantkit.model.skeleton import build_skeleton
-from quantkit.runtime import workers
-from quantkit.runtime.engine import run
-from quantkit.runtime.head import compact_head, round_head
-from quantkit.runtime.linear import QuantLinear, pack
+from quantkit.runtime.generate.loop import run
+from quantkit.runtime.generate.sampling import GenerationOptions
+from quantkit.runtime.kernels.numba import threads
+from quantkit.runtime.layers.head import compact_head, round_head
+from quantkit.runtime.layers.linear import QuantLinear, pack
 from quantkit.runtime.load import load
 from quantkit.runtime.model import Model
-from quantkit.runtime.sampling import GenerationOptions
 
 CPU = torch.device("cpu")
 RANDOM = {
     "random-1.5b": {
-        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
@@ -112,9 +118,9 @@ def transformers_engine(ref: str, dtype: torch.dtype) -> Engine:
 def quantkit_engine(
     ref: str, scheme: Scheme, *, numba: bool, head_bits: int | None = None, dense: bool = False
 ) -> Engine:
-    installed = workers.available
+    installed = threads.available
     if not numba:
-        workers.available = lambda: False  # type: ignore[assignment]  # as on a machine without the extra
+        threads.available = lambda: False  # type: ignore[assignment]  # as on a machine without the extra
     try:
         module, config = module_of(ref, torch.float32)
         alike: dict[torch.Size, QuantTensor] = {}  # random layers of a shape are equal
@@ -135,11 +141,11 @@ def quantkit_engine(
         if dense:
             for layer in module.modules():
                 if isinstance(layer, QuantLinear):
-                    layer.hold_dense(torch.float32)
+                    layer.keep_dense(torch.float32)
         model = Model(module, config, device=CPU, dtype=torch.float32, read_tokenizer=NoTokenizer)
-        lean = model.lean is not None
+        lean = model.fast_step is not None
     finally:
-        workers.available = installed
+        threads.available = installed
     gc.collect()
 
     def decode(prompt: list[int], new: int) -> tuple[float, float]:
@@ -204,14 +210,14 @@ def engines(options: argparse.Namespace) -> list[Engine]:
         "transformers bfloat16": lambda: transformers_engine(ref, torch.bfloat16),
         "int4 torch's kernels": lambda: quantkit_engine(ref, four, numba=False),
     }
-    if workers.available():
+    if threads.available():
         known["int4 numba"] = lambda: quantkit_engine(ref, four, numba=True)
         known["int4 numba, head 8 bit"] = lambda: quantkit_engine(ref, four, numba=True, head_bits=8)
         known["int4 numba, keep-dense"] = lambda: quantkit_engine(ref, four, numba=True, dense=True)
         if ref not in RANDOM:
             known["int8 numba, head 8 bit"] = lambda: quantkit_engine(ref, eight, numba=True, head_bits=8)
     for file in options.gguf:
-        known[f"llama.cpp {file}"] = lambda file=file: llama_engine(options.llama, file, options.threads)  # type: ignore[misc]
+        known[f"llama.cpp {file}"] = partial(llama_engine, options.llama, file, options.threads)
     chosen = [name for name in known if any(fnmatch.fnmatch(name, one) for one in options.only or ["*"])]
     if not chosen:
         raise SystemExit(f"--only {options.only}: engines are {', '.join(known)}")
@@ -224,9 +230,14 @@ def measure(made: list[Engine], options: argparse.Namespace) -> list[dict[str, A
         n: torch.randint(0, 1000, (n,), generator=generator).tolist() for n in (options.prompt, *options.prefill)
     }
     rows: dict[str, dict[str, Any]] = {
-        e.name: {"engine": e.name, "decode_tokens_per_second": [], "bytes_per_token": e.bytes_per_token, "held_bytes": e.held_bytes}
-        for e in made
-    }  # fmt: skip
+        engine.name: {
+            "engine": engine.name,
+            "decode_tokens_per_second": [],
+            "bytes_per_token": engine.bytes_per_token,
+            "held_bytes": engine.held_bytes,
+        }
+        for engine in made
+    }
     for number in range(options.rounds + 1):
         for engine in made:
             row = rows[engine.name]

@@ -1,11 +1,12 @@
-"""Decode on a CPU over long contexts: the 16-bit cache and quantized ones side by side in one run, taking turns round by round.
+"""Time decoding on a CPU over long contexts: the 16-bit cache and quantized ones, taking turns round by round.
 
     python eval/kernels/cpu_kv.py --model smollm2-135m --out eval/results/cpu_kv-smollm2-135m.json
 
-Weights have 4 bits in groups of 64, rounded to nearest, and the head 8 bits: speed does not depend on how they were chosen. The cache is not the work
-of a prompt: it is filled with random keys and values, the same in every layer, each layer in memory of its own. A round decodes ``--new-tokens`` (a
-multiple of 64 counts the packing of a page exactly) up to ``--context`` greedily, head included, from a fork of that cache. "16 bit" is float32 here, the
-run-time dtype of a CPU. Engines: the compiled step of the extra ``[cpu]``, and torch alone, as without it. The median of the rounds counts.
+Weights have 4 bits in groups of 64, rounded to nearest, and the head 8 bits: speed does not depend on how they were
+chosen. The cache is not the work of a prompt: it is filled with random keys and values, the same in every layer, each
+layer in memory of its own. A round decodes ``--new-tokens`` (a multiple of 64 counts the packing of a page exactly) up
+to ``--context`` greedily, head included, from a fork of that cache. "16 bit" is float32 here, the run-time dtype of a
+CPU. Engines: the compiled step of the extra ``[cpu]``, and torch alone, as without it. The median of the rounds counts.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from quantkit.core import affine
 from quantkit.core.kvscheme import KVPlan, KVScheme
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.evaluate.traffic import weight_bytes_per_step
-from quantkit.runtime import workers
-from quantkit.runtime.attention import transformers_cache
-from quantkit.runtime.cache import KVCache
-from quantkit.runtime.head import round_head
-from quantkit.runtime.linear import QuantLinear, pack
+from quantkit.evaluate.speed.traffic import weight_bytes_per_step
+from quantkit.runtime.kernels.numba import threads
+from quantkit.runtime.kv_cache.cache import KVCache
+from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
+from quantkit.runtime.layers.head import round_head
+from quantkit.runtime.layers.linear import QuantLinear, pack
 from quantkit.runtime.model import Model
 
 
@@ -60,23 +61,23 @@ def packed_module(ref: str) -> tuple[Any, dict[str, Any]]:
 
 def engines(options: argparse.Namespace, *, numba: bool) -> list[Engine]:
     """Over one module; torch's own kernels where ``numba`` is False, as on a machine without the extra."""
-    installed = workers.available
+    installed = threads.available
     if not numba:
-        workers.available = lambda: False  # type: ignore[assignment]
+        threads.available = lambda: False  # type: ignore[assignment]
     try:
         module, config = packed_module(options.model)
         made = []
         for bits in options.kv_bits.split(",") if numba else ["16", "4"]:
             plan = KVPlan(KVScheme.of(bits))
             model = Model(module, config, device=CPU, dtype=torch.float32, read_tokenizer=NoTokenizer, kv_plan=plan)
-            if (model.lean is not None) != numba:
+            if (model.fast_step is not None) != numba:
                 raise SystemExit(f"{options.model}: the compiled step is {'not ' if numba else ''}taken.")
             new = options.new_tokens if numba else options.torch_tokens
             name = f"KV{bits}, {'compiled step' if numba else 'torch alone'}".replace("KVk", "K").replace("K4v", "K4V")
             made.append(Engine(name, model, filled(model, options.context - new), new))
             print(f"{name}: filled", file=sys.stderr)
     finally:
-        workers.available = installed
+        threads.available = installed
     return made
 
 

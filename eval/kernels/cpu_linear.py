@@ -2,9 +2,10 @@
 
     python eval/kernels/cpu_linear.py [--threads 1] [--out eval/results/cpu_linear.json]
 
-For every layout: seconds of its few-token kernel, of "dequantize into a scratch buffer, then the vendor's matmul", and of a
-float32 ``F.linear`` for comparison; GB/s counts the packed bytes read. The crossover is the smallest number of tokens
-from which "dequantize" is faster; runtime/linear.py carries the table. The best of several runs counts, because other jobs may share the cores.
+For every layout: seconds of its few-token kernel, of "dequantize into a scratch buffer, then the vendor's matmul", and
+of a float32 ``F.linear`` for comparison; GB/s counts the packed bytes read. The crossover is the smallest number of
+tokens from which "dequantize" is faster; runtime/layers/linear.py carries the table. The best of several runs counts,
+because other jobs may share the cores.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.linear import CROSSOVER, KERNELS, pack
+from quantkit.runtime.layers.linear import CROSSOVER, KERNELS, pack
 
 SHAPES = {
     "smollm2 q_proj": (576, 576),
@@ -70,7 +71,10 @@ def measure(name: str, shape: tuple[int, int], scheme: Scheme, seconds: float) -
 
 
 def activation_dtypes(seconds: float) -> list[dict[str, object]]:
-    """Seconds of torch's packed matmuls for one token, by the dtype of the activations: why kernels/cpu.py gives them bf16."""
+    """Time torch's packed matmuls for one token, by the dtype of the activations.
+
+    It is why kernels/cpu_torch.py gives them bf16. Seconds.
+    """
     out_features, in_features = 2048, 5632
     codes = torch.randint(0, 16, (out_features, in_features), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)

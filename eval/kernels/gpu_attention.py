@@ -1,13 +1,16 @@
-"""Decode attention over packed pages against the best bf16 attention that torch has: one query a sequence, long contexts. One JSON.
+"""Time decode attention over packed pages beside the best bf16 attention that torch has; one JSON.
 
-    python eval/kernels/gpu_attention.py --out results.json [--kv 16 8 4 k4v2] [--context 16384] [--batch 16] [--seconds 50] [--rehearse]
+    python eval/kernels/gpu_attention.py --out results.json
+        [--kv 16 8 4 k4v2] [--context 16384] [--batch 16] [--seconds 50] [--rehearse]
 
-32 query heads over 4 key heads of 128 channels. Ours: ``triton_attention.attend`` over shuffled pages, first and newest tokens exact, checked against
-torch's attention over what the pages decode to. Torch: ``scaled_dot_product_attention`` with each of its backends, with ``enable_gqa`` and with the
-queries of a key head as rows of one (the same numbers, and what its kernels split best), and ``flex_attention``, compiled. Medians of replays of a
-CUDA graph, keys and values in copies that together are three times the cache. over_torch: the fastest of torch / ours. For KV4 other
-launches (warps, stages, programs a multiprocessor) are tried while time is left. ``--rehearse``: tiny shapes on a CPU, in Triton's
-interpreter; the numbers mean nothing.
+One query a sequence, long contexts, 32 query heads over 4 key heads of 128 channels. Ours:
+``kernels.triton.attention.attend`` over shuffled pages, first and newest tokens exact, checked against torch's
+attention over what the pages decode to. Torch: ``scaled_dot_product_attention`` with each of its backends, with
+``enable_gqa`` and with the queries of a key head as rows of one (the same numbers, and what its kernels split best),
+and ``flex_attention``, compiled. Medians of replays of a CUDA graph, keys and values in copies that together are three
+times the cache. over_torch: the fastest of torch / ours. For KV4 other launches (warps, stages, programs a
+multiprocessor) are tried while time is left. ``--rehearse``: tiny shapes on a CPU, in Triton's interpreter; the numbers
+mean nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme
-from quantkit.runtime.kernels.step import FIELDS, Heads, PackedPages, Pages
-from quantkit.runtime.kernels.tiles import processors
-from quantkit.runtime.packed import Packing
+from quantkit.runtime.kernels.decode_reference import FIELDS, Heads, PackedPages, Pages
+from quantkit.runtime.kernels.triton.tile_table import processors
+from quantkit.runtime.kv_cache.packed_page import Packing
 
 DTYPE = torch.bfloat16
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
@@ -40,7 +43,10 @@ KV = ("16", "8", "4", "k4v2")
 
 @dataclass
 class Case:
-    """The same keys and values, dense ``[batch, kv heads, context, dim]`` and in pages; ``kept`` are the tensors behind the addresses of ``pages``."""
+    """The same keys and values, dense and in pages.
+
+    keys, values: ``[batch, kv heads, context, dim]``. kept: the tensors behind the addresses of ``pages``.
+    """
 
     heads: Heads
     scheme: KVScheme
@@ -95,7 +101,8 @@ def packed(
     addresses = [fields[name].data_ptr() if name in fields else 0 for name in FIELDS] + [x.data_ptr() for x in first]
     done = torch.zeros(batch, dtype=torch.int32, device=keys.device)
     about = PackedPages(
-        numbers, done, torch.tensor(addresses, device=keys.device), scheme.keys, scheme.values, scheme.groups(heads.dim),
+        numbers, done, torch.tensor(addresses, device=keys.device), scheme.keys, scheme.values,
+        scheme.groups(heads.dim),
         scheme.recent, scheme.first,
     )  # fmt: skip
     return about, [*fields.values(), *first]
@@ -103,7 +110,7 @@ def packed(
 
 def ours(bench: Bench, cases: list[Case], q: Tensor) -> tuple[float, float]:
     """Microseconds, and the greatest difference from float32 attention over the same numbers."""
-    from quantkit.runtime.kernels import triton_attention as kernel
+    from quantkit.runtime.kernels.triton import attention as kernel
 
     case = cases[0]
     groups = case.scheme.groups(case.heads.dim) if case.scheme.quantized else 0
@@ -157,7 +164,7 @@ def torchs(bench: Bench, cases: list[Case], q: Tensor, failed: list[str]) -> dic
 
 def launches(bench: Bench, cases: list[Case], q: Tensor, failed: list[str]) -> Iterator[dict[str, Any]]:
     """The same kernel launched otherwise."""
-    from quantkit.runtime.kernels import triton_attention as kernel
+    from quantkit.runtime.kernels.triton import attention as kernel
 
     usual = kernel.shape_of_launch, kernel.PACKED_PROGRAMS
     try:

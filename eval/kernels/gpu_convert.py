@@ -1,11 +1,13 @@
-"""GPTQ of a model shaped like Llama-3 8B with random weights, on 128 x 2048 random tokens: seconds of each stage, and device memory.
+"""Time each stage of GPTQ on a model shaped like Llama-3 8B with random weights, and measure device memory.
 
-    python eval/kernels/gpu_convert.py --out results.json [--blocks 4] [--products bf16x6 float32] [--seconds 280] [--whole] [--rehearse]
+    python eval/kernels/gpu_convert.py --out results.json
+        [--blocks 4] [--products bf16x6 float32] [--seconds 280] [--whole] [--rehearse]
 
-A model of ``--blocks`` whole blocks, with the full embedding and head, is written to ``--folder`` and converted by ``quantkit.convert`` itself, whose
-functions are timed from outside. What 32 blocks would take is **extrapolated**: the median of the blocks after the first
-(it compiles) times 32, what grows with the output (assemble, verify) by its bytes, the rest once. ``--whole`` writes and converts all 32 (16 GB).
-``--rehearse``: tiny shapes, any device; the numbers mean nothing.
+The text is 128 x 2048 random tokens. A model of ``--blocks`` whole blocks, with the full embedding and head, is written
+to ``--folder`` and converted by ``quantkit.convert`` itself, whose functions are timed from outside. What 32 blocks
+would take is **extrapolated**: the median of the blocks after the first (it compiles) times 32, what grows with the
+output (assemble, verify) by its bytes, the rest once. ``--whole`` writes and converts all 32 (16 GB). ``--rehearse``:
+tiny shapes, any device; the numbers mean nothing.
 
 Operations of a block, T = 262,144 tokens (K, N the sides of its linears, 218 M weights):
 
@@ -17,9 +19,10 @@ Operations of a block, T = 262,144 tokens (K, N the sides of its linears, 218 M 
     loss      4 N K^2 in float64                                         0.6e13
     columns   N K^2, and 512 a weight in the column kernel               0.16e13
 
-32 blocks: 9.3e15 float32 operations, 169 s at the 55 TFLOP/s that float32 reaches on an H200 without TF32: the target of 180 s leaves 11 s for all
-the rest. As six bf16 products each (``calibrate/products.py``) the first three lines take 83 s at 650 TFLOP/s, as three 42 s (other codes: see there).
-States travel 3 x 4.3 GB a block, 0.26 s of PCIe 5 behind at least 1 s of arithmetic.
+32 blocks: 9.3e15 float32 operations, 169 s at the 55 TFLOP/s that float32 reaches on an H200 without TF32: the target
+of 180 s leaves 11 s for all the rest. As six bf16 products each (``calibrate/matmul_precision.py``) the first three lines take
+83 s at 650 TFLOP/s, as three 42 s (other codes: see there). States travel 3 x 4.3 GB a block, 0.26 s of PCIe 5 behind
+at least 1 s of arithmetic.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from typing import Any
 import torch
 
 import quantkit
-from quantkit.calibrate import products
+from quantkit.calibrate import matmul_precision
 from quantkit.errors import QuantkitError
 
 LLAMA_8B = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256, "layers": 32}
@@ -50,33 +53,36 @@ TINY = {"hidden": 64, "inner": 128, "heads": 4, "kv_heads": 2, "vocab": 300, "la
 STAGES = (
     ("load", "quantkit.model.skeleton", "Weights.load"),
     ("groups", "quantkit.convert.run", "input_groups"),
-    ("observe", "quantkit.convert.run", "observe"),
+    ("observe", "quantkit.convert.run", "observe_block"),
     ("observe: hessian", "quantkit.calibrate.stats", "Hessian.add"),
     ("mean", "quantkit.calibrate.stats", "Hessian.result"),
     ("solve", "quantkit.convert.run", "quantize_block"),
     ("solve: factorise", "quantkit.algorithms.gptq", "_factorise"),
     ("solve: search", "quantkit.core.affine", "searched_params"),
     ("solve: columns", "quantkit.algorithms.gptq", "_solve"),
-    ("solve: loss", "quantkit.convert.block", "proxy_loss"),
-    ("solve: hash", "quantkit.convert.block", "decision_sha256"),
-    ("record", "quantkit.convert.resume", "Work.record"),
+    ("solve: loss", "quantkit.convert.stages.block", "proxy_loss"),
+    ("solve: hash", "quantkit.convert.stages.block", "decision_sha256"),
+    ("record", "quantkit.convert.job.work_folder", "Work.record"),
     ("advance", "quantkit.convert.run", "advance"),
-    ("keep states", "quantkit.convert.states", "StateStore.keep"),
+    ("keep states", "quantkit.convert.job.states", "StateStore.keep"),
 )
 ONCE = (
-    ("plan", "quantkit.convert.run", "make_plan"),
-    ("hash of the source", "quantkit.convert.resume", "job_of"),
+    ("plan", "quantkit.convert.api", "make_plan"),
+    ("hash of the source", "quantkit.convert.job.work_folder", "job_of"),
     ("embed", "quantkit.convert.run", "embed"),
-    ("outside and copy", "quantkit.convert.run", "_Conversion._copy_plain"),
+    ("outside and copy", "quantkit.convert.run", "_copy_unquantized"),
     ("assemble", "quantkit.checkpoint.writer", "CheckpointWriter.assemble"),
     ("verify", "quantkit.convert.run", "verify_folder"),
-    ("sample", "quantkit.convert.run", "generate_sample"),
+    ("sample", "quantkit.convert.run", "run_smoke_test"),
 )
 GROWING = ("hash of the source", "assemble", "verify")  # sizes of source and output grow in nearly one proportion
 
 
 class Clock:
-    """Seconds of each stage and block; the device is waited for at the ends of every stage but the inner ones of ``observe``."""
+    """Seconds of each stage and block.
+
+    The device is waited for at the ends of every stage but the inner ones of ``observe``.
+    """
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
@@ -148,7 +154,8 @@ def write_source(folder: Path, shape: dict[str, int], layers: int, device: torch
     h, inner, head = shape["hidden"], shape["inner"], shape["hidden"] // shape["heads"]
     config = LlamaConfig(
         hidden_size=h, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"], vocab_size=shape["vocab"], max_position_embeddings=8192, rope_theta=500000.0,
+        num_key_value_heads=shape["kv_heads"], vocab_size=shape["vocab"], max_position_embeddings=8192,
+        rope_theta=500000.0,
         tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, architectures=["LlamaForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
     config.save_pretrained(folder)
@@ -164,7 +171,8 @@ def write_source(folder: Path, shape: dict[str, int], layers: int, device: torch
     ones = torch.ones(h, dtype=torch.bfloat16)
     kv = shape["kv_heads"] * head
     sizes = {
-        "self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h), "self_attn.o_proj": (h, h),
+        "self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+        "self_attn.o_proj": (h, h),
         "mlp.gate_proj": (inner, h), "mlp.up_proj": (inner, h), "mlp.down_proj": (h, inner),
     }  # fmt: skip
     index: dict[str, str] = {}
@@ -191,7 +199,9 @@ def write_text(path: Path, vocab: int, tokens: int) -> None:
     path.write_text("\n".join(" ".join(f"w{i}" for i in words[at : at + 512]) for at in range(0, tokens, 512)))
 
 
-def convert(source: Path, text: Path, mode: str, options: argparse.Namespace, shape: dict[str, int], layers: int) -> dict[str, Any]:  # fmt: skip
+def convert(
+    source: Path, text: Path, mode: str, options: argparse.Namespace, shape: dict[str, int], layers: int
+) -> dict[str, Any]:
     """One conversion: what it measured, and what 32 blocks would take."""
     cuda = options.device.startswith("cuda")
     out = source.parent / f"out-{mode}"
@@ -200,14 +210,15 @@ def convert(source: Path, text: Path, mode: str, options: argparse.Namespace, sh
     with Clock(cuda) as clock:
         report = quantkit.convert(
             source, out=out, calibration=str(text), samples=samples, seq_len=seq_len, device=options.device,
-            products=mode, group_size=32 if options.rehearse else 128,
+            matmul_precision=mode, group_size=32 if options.rehearse else 128,
         )  # fmt: skip
     seconds = time.perf_counter() - begun
     written = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     shutil.rmtree(out)
     found: dict[str, Any] = {
         "products": mode, "blocks": layers, "seconds": seconds, "peak_device_bytes": report.peak_device_bytes,
-        "peak_host_bytes": report.peak_host_bytes, "output_bytes": written, "once": dict(clock.once), "per_block": clock.blocks,
+        "peak_host_bytes": report.peak_host_bytes, "output_bytes": written, "once": dict(clock.once),
+        "per_block": clock.blocks,
     }  # fmt: skip
     return {**found, **extrapolated(found, shape, layers)}
 
@@ -239,14 +250,17 @@ def _outer(stages: dict[str, float]) -> float:
 
 
 def product_speeds(device: torch.device, rehearse: bool) -> dict[str, Any]:
-    """One product of a batch with gate_proj: TFLOP/s in float32 and as six or three bf16 products, and their errors against float64."""
+    """Measure one product of a batch with gate_proj in float32 and as six or three bf16 products.
+
+    TFLOP/s of each, and its error against float64.
+    """
     m, k, n = (64, 64, 96) if rehearse else (4096, 4096, 14336)
     left, right = torch.randn(m, k, device=device), torch.randn(n, k, device=device).t()
     exact = left[:64].double() @ right.double()
     found: dict[str, Any] = {"shape": [m, k, n]}
     for name, multiply in (
         ("float32", torch.mm),
-        *((mode, functools.partial(products.split_product, mode=mode)) for mode in products.MODES[1:]),
+        *((mode, functools.partial(matmul_precision.split_product, mode=mode)) for mode in matmul_precision.MODES[1:]),
     ):
         times = []
         for _ in range(3 if rehearse else 12):
@@ -269,7 +283,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--blocks", type=int, default=4, help="at least 3: the first compiles, the last is not advanced"
     )
-    parser.add_argument("--products", nargs="+", default=["bf16x6", "bf16x3"], choices=products.MODES)
+    parser.add_argument("--products", nargs="+", default=["bf16x6", "bf16x3"], choices=matmul_precision.MODES)
     parser.add_argument("--seconds", type=float, default=280, help="no conversion is begun after this")
     parser.add_argument("--whole", action="store_true", help="all 32 blocks, nothing extrapolated")
     parser.add_argument("--device", default="cuda")
@@ -282,14 +296,15 @@ def main(arguments: list[str] | None = None) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     result: dict[str, Any] = {
         "device": name, "torch": torch.__version__, "python": platform.python_version(), "rehearsal": options.rehearse,
-        "model": shape, "tokens": 4 * 32 if options.rehearse else 128 * 2048, "product": product_speeds(device, options.rehearse), "runs": [],
+        "model": shape, "tokens": 4 * 32 if options.rehearse else 128 * 2048,
+        "product": product_speeds(device, options.rehearse), "runs": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = Path(scratch)
         write_source(folder / "source", shape, layers, device)
         write_text(folder / "text.txt", shape["vocab"], 4096 if options.rehearse else 330_000)
         result["seconds_writing_the_source"] = time.monotonic() - start
-        for mode in options.products:
+        for mode in options.matmul_precision:
             if time.monotonic() - start > options.seconds:
                 result["runs"].append({"products": mode, "left_out": "no time left"})
                 continue
@@ -309,7 +324,8 @@ def show(run: dict[str, Any]) -> None:
         return
     what = "extrapolated from" if run["extrapolated"] else "measured,"
     print(
-        f"{run['products']}: {run['seconds_all_blocks']:.1f} s ({what} {run['blocks']} blocks in {run['seconds']:.1f} s), "
+        f"{run['products']}: {run['seconds_all_blocks']:.1f} s "
+        f"({what} {run['blocks']} blocks in {run['seconds']:.1f} s), "
         f"device peak {run['peak_device_bytes'] / 1e9:.2f} GB"
     )
     for name, value in run["stages_all_blocks"].items():

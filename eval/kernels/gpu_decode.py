@@ -1,12 +1,15 @@
-"""Single-stream decoding of models with random weights, made on the device: int4 against our own bf16 path. One JSON.
+"""Time single-stream decoding of models with random weights: int4 beside our own bf16 path; one JSON.
 
-    python eval/kernels/gpu_decode.py --out results.json [--models 8B 1.5B] [--seconds 220] [--prompt 128] [--tokens 256] [--rehearse]
+    python eval/kernels/gpu_decode.py --out results.json
+        [--models 8B 1.5B] [--seconds 220] [--prompt 128] [--tokens 256] [--rehearse]
 
-Both run through the engine: captured steps, attention over the paged cache, tokens chosen and fed back on the device (``runtime/ahead.py``).
-tokens_per_second: 1 / median time between tokens as the host sees them, text and all. step_us: of one replay, by CUDA events, the host left out. GB/s
-counts every weight that a step reads once, and the keys and values in the middle of the answer; its share is of a copy measured in the
-same run. ``graphs: false`` rows launch the same step kernel by kernel. No checkpoint and no tokenizer is read. What the time did not reach is
-listed. ``--rehearse``: a tiny model on a CPU, in Triton's interpreter; the numbers mean nothing.
+Models are made on the device. Both run through the generation loop: captured steps, attention over the paged cache,
+tokens chosen and fed back on the device (``runtime/generate/cuda_graphs.py``). tokens_per_second: 1 / median time
+between tokens as the host sees them, text and all. step_us: of one replay, by CUDA events, the host left out. GB/s
+counts every weight that a step reads once, and the keys and values in the middle of the answer; its share is of a copy
+measured in the same run. ``graphs: false`` rows launch the same step kernel by kernel. No checkpoint and no tokenizer
+is read. What the time did not reach is listed. ``--rehearse``: a tiny model on a CPU, in Triton's interpreter; the
+numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from torch import nn
 from tuning import random_weight
 
 from quantkit.core.scheme import Scheme
-from quantkit.evaluate.traffic import kv_bytes_per_step, weight_bytes_per_step
+from quantkit.evaluate.speed.traffic import kv_bytes_per_step, weight_bytes_per_step
 from quantkit.model.skeleton import build_skeleton
-from quantkit.runtime.engine import Generation, run
-from quantkit.runtime.kernels.triton_layout import TritonWeight
-from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.generate.loop import Generation, run
+from quantkit.runtime.generate.sampling import GenerationOptions
+from quantkit.runtime.kernels.triton.layout import TritonWeight
+from quantkit.runtime.layers.fused import fuse_linears
+from quantkit.runtime.layers.linear import QuantLinear
 from quantkit.runtime.model import Model
-from quantkit.runtime.sampling import GenerationOptions
-from quantkit.runtime.siblings import join_siblings
 
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "rope_theta": 500000.0}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -42,7 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
     },
     "1.5B": {
-        "model_type": "qwen2", "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "rope_theta": 1e6, "hidden_size": 1536,
+        "model_type": "qwen2", "rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "rope_theta": 1e6,
+        "hidden_size": 1536,
         "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
         "vocab_size": 151936, "tie_word_embeddings": True,
     },
@@ -83,9 +87,10 @@ def random_model(shape: dict[str, Any], device: torch.device, packed: bool, grap
     if shape["tie_word_embeddings"]:
         module.tie_weights()
     if packed:
-        join_siblings(module, device)
+        fuse_linears(module, device)
     return Model(
-        module.eval(), dict(shape), device=device, dtype=torch.bfloat16, read_tokenizer=NoText, graphs=graphs, lean=device.type == "cuda"
+        module.eval(), dict(shape), device=device, dtype=torch.bfloat16, read_tokenizer=NoText, graphs=graphs,
+        fast_step=device.type == "cuda"
     )  # fmt: skip
 
 
@@ -102,12 +107,12 @@ def step_us(model: Model) -> float | None:
     """Median microseconds of a replay on the slot that the last answer used; None without graphs."""
     if model.decoding != "graph":
         return None
-    (slot,) = model.loop._slots.values()
+    (slot,) = model.graph_decoder._slots.values()
     (mode,) = slot.graphs
-    slot.lent.pads.zero_()
+    slot.tables.pads.zero_()
     times = []
     for _ in range(5):
-        slot.lent.length.fill_(128)
+        slot.tables.length.fill_(128)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(40):
@@ -169,13 +174,13 @@ def kept_pages(model: Model, options: argparse.Namespace) -> float | None:
 
 def step_on_a_cpu(model: Model, graphs: bool) -> None:
     """What a CUDA device would find by itself."""
-    from quantkit.runtime.lean_gpu import gpu_step
+    from quantkit.runtime.decode.gpu_step import gpu_step
 
     step, why = gpu_step(model.module, model.config, model.dtype, model.device)
     assert step is not None, why
-    model.__dict__["lean"] = step
+    model.__dict__["fast_step"] = step
     if graphs:
-        model.__dict__["loop"] = model.ahead(step, capture=False)
+        model.__dict__["graph_decoder"] = model.new_graph_decoder(step, capture=False)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -204,7 +209,8 @@ def main(arguments: list[str] | None = None) -> None:
                 other["over_bf16"] = other["tokens_per_second"] / dense["tokens_per_second"]
         print(
             f"{row['model']:5} {row['weights']:5} {row['decoding']:10} {row['tokens_per_second']:8.1f} tokens/s "
-            f"{row['gb_per_s']:8.1f} GB/s, {row['share_of_copy']:6.1%} of copy, ready after {row['ready_seconds']:.1f} s",
+            f"{row['gb_per_s']:8.1f} GB/s, {row['share_of_copy']:6.1%} of copy, "
+            f"ready after {row['ready_seconds']:.1f} s",
             flush=True,
         )
         options.out.write_text(json.dumps({**result, "rows": found, "failed": failed}, indent=1) + "\n")

@@ -1,15 +1,17 @@
-"""Every GPU linear against torch.matmul in bf16, at the shapes of Llama-3 8B and 70B: one JSON, in one call of ten minutes.
+"""Time every GPU linear beside torch.matmul in bf16, at the shapes of Llama-3 8B and 70B; one JSON in ten minutes.
 
-    python eval/kernels/gpu_linear.py --out results.json [--tune] [--tiles tiles.json] [--seconds 540] [--bits 4] [--rehearse]
+    python eval/kernels/gpu_linear.py --out results.json
+        [--tune] [--tiles tiles.json] [--seconds 540] [--bits 4] [--rehearse]
 
-Times are medians of replayed CUDA graphs whose calls walk through copies of the weights that together are several times the
-cache, so every call reads its weight from memory and launches cost what they cost while decoding. GB/s counts the bytes of the
-stored weight, x and y once; its share is of a copy measured in the same run (reads and writes counted).
-``--tune`` tries tiles for each shape and number of tokens and writes the table that runtime/kernels/tiles.py reads, into the cache and to
-``--tiles``. Beside ours: tinygemm (``aten::_weight_int4pack_mm``), our NF4 and bitsandbytes', and the peers of ``peers.py`` where they import; what does not
-is noted by name. ``--w8a8`` measures int8 activations, against ``torch._int_mm`` and bf16. Layers are measured in the
-order of ``predict.SHAPES``; cells that the time did not reach are listed, not left out silently.
-``--rehearse``: tiny shapes on a CPU, in Triton's interpreter; the numbers mean nothing.
+Times are medians of replayed CUDA graphs whose calls walk through copies of the weights that together are several times
+the cache, so every call reads its weight from memory and launches cost what they cost while decoding. GB/s counts the
+bytes of the stored weight, x and y once; its share is of a copy measured in the same run (reads and writes counted).
+``--tune`` tries tiles for each shape and number of tokens and writes the table that
+runtime/kernels/triton/tile_table.py reads, into the cache and to ``--tiles``. Beside ours: tinygemm
+(``aten::_weight_int4pack_mm``), our NF4 and bitsandbytes', and the peers of ``peers.py`` where they import; what does
+not is noted by name. ``--w8a8`` measures int8 activations, against ``torch._int_mm`` and bf16. Layers are measured in
+the order of ``predict.SHAPES``; cells that the time did not reach are listed, not left out silently. ``--rehearse``:
+tiny shapes on a CPU, in Triton's interpreter; the numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from tuning import candidates, compile_all, random_weight
 
 from quantkit.core.qtensor import QuantTensor, TableTensor
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.kernels import tiles
-from quantkit.runtime.kernels.tables import VALUES
-from quantkit.runtime.kernels.tiles import Tile
-from quantkit.runtime.kernels.triton_layout import TritonWeight
+from quantkit.runtime.kernels.triton import tile_table
+from quantkit.runtime.kernels.triton.fp4_tables import VALUES
+from quantkit.runtime.kernels.triton.layout import TritonWeight
+from quantkit.runtime.kernels.triton.tile_table import Tile
 
 OTHERS_US = ("tinygemm_us", "bitsandbytes_us", "nf4_us", "gemlite_us", "torchao_us", "marlin_us", "int_mm_us")
 ROTATE = 3  # times the cache that the copies of a weight fill
@@ -106,7 +108,7 @@ def twins(weight: TritonWeight, count: int) -> list[TritonWeight]:
 
 
 def ours(bench: Bench, weights: list[TritonWeight], x: Tensor, tile: Tile, guess_us: float) -> float:
-    from quantkit.runtime.kernels.triton_linear import run
+    from quantkit.runtime.kernels.triton.launch import run
 
     return median_us(bench, lambda i: run(x, weights[i], None, tile), len(weights), guess_us)
 
@@ -116,9 +118,9 @@ def tune(
 ) -> tuple[Tile, float]:
     """The fastest candidate and its time. Tiles that the device or the compiler refuses are noted in ``failed``."""
     best: tuple[float, Tile] | None = None
-    for tile in candidates(weights[0], x.shape[0], tiles.processors(bench.device)):
+    for tile in candidates(weights[0], x.shape[0], tile_table.processors(bench.device)):
         if bench.left() < 0 and best is not None:
-            failed.append(f"{tiles.key(weights[0])}, {x.shape[0]} tokens: no time left for all tiles")
+            failed.append(f"{tile_table.key(weights[0])}, {x.shape[0]} tokens: no time left for all tiles")
             break
         try:
             spent = ours(bench, weights, x, tile, guess_us)
@@ -128,13 +130,13 @@ def tune(
         if best is None or spent < best[0]:
             best = spent, tile
     if best is None:
-        raise SystemExit(f"no tile runs for {tiles.key(weights[0])}; the last one: {failed[-1]}")
+        raise SystemExit(f"no tile runs for {tile_table.key(weights[0])}; the last one: {failed[-1]}")
     return best[1], best[0]
 
 
 def error_of(weight: TritonWeight, x: Tensor, tile: Tile) -> float:
     """Relative error against float32, from one call."""
-    from quantkit.runtime.kernels.triton_linear import run
+    from quantkit.runtime.kernels.triton.launch import run
 
     rows = slice(0, min(4096, weight.out_features))
     expected = x.float() @ weight.columns(rows.start, rows.stop, torch.float32)
@@ -142,8 +144,10 @@ def error_of(weight: TritonWeight, x: Tensor, tile: Tile) -> float:
     return float((y - expected).norm() / expected.norm())
 
 
-def cell(bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, tokens: list[int], options: argparse.Namespace,
-         table: dict[str, dict[str, Tile]], failed: list[str]) -> Iterator[dict[str, object]]:  # fmt: skip
+def cell(
+    bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, tokens: list[int], options: argparse.Namespace,
+    table: dict[str, dict[str, Tile]], failed: list[str],
+) -> Iterator[dict[str, object]]:  # fmt: skip
     """All rows of one layer."""
     q = random_weight(shape, scheme, bench.device)
     size = weight_bytes(*shape, 4 if scheme.bits <= 4 else 8, zeros=not scheme.symmetric)
@@ -161,9 +165,9 @@ def cell(bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, token
         bf16 = median_us(bench, lambda i, x=x: torch.matmul(x, dense[i].T), len(dense), 4 * guess)
         if options.tune:
             tile, spent = tune(bench, weights, x, guess, failed)
-            table.setdefault(tiles.key(weights[0]), {})[str(tiles.bucket(count))] = tile
+            table.setdefault(tile_table.key(weights[0]), {})[str(tile_table.bucket(count))] = tile
         else:
-            tile = tiles.choose_tile(weights[0], count, x.dtype)
+            tile = tile_table.choose_tile(weights[0], count, x.dtype)
             spent = ours(bench, weights, x, tile, guess)
         moved = size + 2 * count * sum(shape)
         row: dict[str, object] = {
@@ -187,7 +191,10 @@ def cell(bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, token
 def others(
     bench: Bench, q: QuantTensor, x: Tensor, count: int, guess_us: float, failed: list[str]
 ) -> dict[str, object]:
-    """Microseconds of what peers offer for this weight. What is not installed, or does not take it, is said once by name."""
+    """Microseconds of what peers offer for this weight.
+
+    What is not installed, or does not take it, is said once by name.
+    """
     from peers import PEERS, Maker
 
     calls: list[tuple[str, Callable[[], float | None]]] = [("nf4", lambda: nf4(bench, q.shape, x, count, guess_us))]
@@ -226,7 +233,7 @@ def nf4(bench: Bench, shape: tuple[int, int], x: Tensor, count: int, guess_us: f
     scales = torch.rand(shape[0], shape[1] // 64, device=bench.device) * 0.01 + 0.001
     q = TableTensor(codes, scales, torch.tensor(VALUES["nf4"], device=bench.device), 64)
     weights = twins(TritonWeight(q, bench.device), count)
-    tile = tiles.choose_tile(weights[0], x.shape[0], x.dtype)
+    tile = tile_table.choose_tile(weights[0], x.shape[0], x.dtype)
     return ours(bench, weights, x, tile, guess_us)
 
 
@@ -234,7 +241,7 @@ def w8a8_cell(
     bench: Bench, layer: str, shape: tuple[int, int], scheme: Scheme, tokens: list[int], failed: list[str]
 ) -> Iterator[dict[str, object]]:
     """int8 weights and activations (rounding them is part of ours) against ``torch._int_mm`` alone and bf16."""
-    from quantkit.runtime.kernels.triton_w8a8 import linear_w8a8_triton, round_tokens
+    from quantkit.runtime.kernels.triton.w8a8 import linear_w8a8_triton, round_tokens
     from quantkit.runtime.kernels.w8a8 import W8A8Weight
 
     q = random_weight(shape, scheme, bench.device)
@@ -253,8 +260,10 @@ def w8a8_cell(
         error = float((linear_w8a8_triton(x, weights[0], None).float() - expected).norm() / expected.norm())
         moved = size + 2 * count * sum(shape)
         row: dict[str, object] = {
-            "layer": layer, "shape": list(shape), "scheme": scheme.describe(), "tokens": count, "us": spent, "error": error,
-            "gb_per_s": moved / spent / 1e3, "share_of_copy": moved / spent * 1e6 / bench.copy, "bf16_us": bf16, "speedup": bf16 / spent,
+            "layer": layer, "shape": list(shape), "scheme": scheme.describe(), "tokens": count, "us": spent,
+            "error": error,
+            "gb_per_s": moved / spent / 1e3, "share_of_copy": moved / spent * 1e6 / bench.copy, "bf16_us": bf16,
+            "speedup": bf16 / spent,
         }  # fmt: skip
         if count > 16:  # what torch._int_mm takes
             codes = round_tokens(x)[0]
@@ -303,7 +312,7 @@ def write(
     """All that is known up to now: results, and the table of tiles if there is one."""
     options.out.write_text(json.dumps({**result, "rows": rows, **sorted_notes(failed)}, indent=1) + "\n")
     if options.tune and table:
-        path = tiles.save(str(result["device"]), table, result)
+        path = tile_table.save(str(result["device"]), table, result)
         if options.tiles:
             options.tiles.write_text(path.read_text())
 
@@ -320,7 +329,9 @@ def main(arguments: list[str] | None = None) -> None:
     tokens = options.tokens or ([1, 4] if rehearse else list(TOKENS))
     if options.tiles and not options.tune:
         stored = json.loads(options.tiles.read_text())["tiles"]
-        tiles.override({layer: {count: Tile(**tile) for count, tile in rows.items()} for layer, rows in stored.items()})
+        tile_table.override(
+            {layer: {count: Tile(**tile) for count, tile in rows.items()} for layer, rows in stored.items()}
+        )
     compiled = compile_all(scheme, tokens, options.workers) if options.tune and not rehearse else 0
     cache = 1 if rehearse else torch.cuda.get_device_properties(device).L2_cache_size
     bench = Bench(device, cache, measured_copy(device, rehearse), start + options.seconds, rehearse)
@@ -338,9 +349,10 @@ def main(arguments: list[str] | None = None) -> None:
         for row in cells:
             rows.append(row)
             print(
-                f"{layer:12} {row['tokens']:5} {row['us']:9.1f} us {row['share_of_copy']:6.1%} of copy, {row['speedup']:5.2f} x bf16, "
+                f"{layer:12} {row['tokens']:5} {row['us']:9.1f} us {row['share_of_copy']:6.1%} of copy, "
+                f"{row['speedup']:5.2f} x bf16, "
                 f"error {row['error']:.1e} {row['tile']['kernel'] if 'tile' in row else ''} "  # type: ignore[index]
-                + ", ".join(f"{name} {value:.1f}" for name, value in row.items() if name in OTHERS_US and value),  # type: ignore[str-format]
+                + ", ".join(f"{name} {row[name]:.1f}" for name in row if name in OTHERS_US and row[name]),
                 flush=True,
             )
             write(options, result, rows, failed, table)  # after each cell: what ends the process takes none away

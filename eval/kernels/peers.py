@@ -1,7 +1,8 @@
-"""Kernels of other libraries for a 4-bit weight in groups, for ``gpu_linear.py``: what is timed, not what is right.
+"""Call the kernels of other libraries for a 4-bit weight in groups, for ``gpu_linear.py``: to time, not to check.
 
-Each maker takes (weight, x bf16 ``[tokens, in]``, copies) and returns a call by number of the copy. It raises whatever its library raises where it is not
-installed or does not take the weight; the caller notes that by name. Written from the libraries' sources, not yet run on a GPU.
+Each maker takes (weight, x bf16 ``[tokens, in]``, copies) and returns a call by number of the copy. It raises whatever
+its library raises where it is not installed or does not take the weight; the caller notes that by name. Written from
+the libraries' sources, not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ def torchao(q: QuantTensor, x: Tensor, copies: int) -> Callable[[int], object]:
 
 
 def marlin(q: QuantTensor, x: Tensor, copies: int) -> Callable[[int], object]:
-    """Marlin as vLLM carries it, symmetric, groups as here. Arguments came and went between versions: those that are there are given."""
+    """Marlin as vLLM carries it, symmetric, groups as here.
+
+    Arguments came and went between versions: those that are there are given.
+    """
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_make_workspace_new
     from vllm.scalar_type import scalar_types
@@ -80,8 +84,10 @@ def marlin(q: QuantTensor, x: Tensor, copies: int) -> Callable[[int], object]:
     scales = q.scales.t().contiguous().to(x.dtype)
     gemm = getattr(ops, "marlin_gemm", None) or ops.gptq_marlin_gemm
     given = {
-        "a": x, "c": None, "b_bias": None, "b_scales": scales, "a_scales": None, "global_scale": None, "b_zeros": none, "g_idx": none,
-        "perm": none, "workspace": marlin_make_workspace_new(x.device), "b_q_type": scalar_types.uint4b8, "size_m": x.shape[0], "size_n": rows,
+        "a": x, "c": None, "b_bias": None, "b_scales": scales, "a_scales": None, "global_scale": None, "b_zeros": none,
+        "g_idx": none,
+        "perm": none, "workspace": marlin_make_workspace_new(x.device), "b_q_type": scalar_types.uint4b8,
+        "size_m": x.shape[0], "size_n": rows,
         "size_k": width, "is_k_full": True, "use_atomic_add": False, "use_fp32_reduce": True, "is_zp_float": False,
     }  # fmt: skip
     known = {name: value for name, value in given.items() if name in inspect.signature(gemm).parameters}

@@ -1,9 +1,10 @@
-"""Bytes, operations and floors of the GPU linears, without a GPU: one JSON.
+"""Compute bytes, operations and floors of the GPU linears, without a GPU; one JSON.
 
     python eval/kernels/predict.py [--out eval/results/gpu_predicted.json]
 
-A floor is the larger of bytes over the measured copy bandwidth and operations over the measured matrix rate of an H200 (4.3 TB/s counting
-reads and writes, 790 TFLOP/s in bf16, both seen on random data). A kernel may miss its floor, never beat it; ``gpu_linear.py`` measures.
+A floor is the larger of bytes over the measured copy bandwidth and operations over the measured matrix rate of an H200
+(4.3 TB/s counting reads and writes, 790 TFLOP/s in bf16, both seen on random data). A kernel may miss its floor, never
+beat it; ``gpu_linear.py`` measures.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 COPY = 4.3e12  # bytes a second
 MATRIX = 790e12  # bf16 operations a second
 INTEGER = 132 * 64 * 1.755e9  # integer instructions a second (lanes), half the rate of floating point
-INSTRUCTIONS = {4: 1.1, 8: 1.5}  # integer instructions a weight on the matrix path (triton_bits.py)
+INSTRUCTIONS = {4: 1.1, 8: 1.5}  # integer instructions a weight on the matrix path (kernels/triton/unpack.py)
 GROUP = 128
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # (out, in) with siblings joined: q, k, v in one matrix, gate and up in one
@@ -32,12 +33,15 @@ SHAPES = {
 
 
 def weight_bytes(rows: int, cols: int, bits: int, *, zeros: bool = True) -> int:
-    """Bytes of the layout in runtime/kernels/triton_layout.py: codes, fp16 scales, zeros of one byte."""
+    """Bytes of the layout in runtime/kernels/triton/layout.py: codes, fp16 scales, zeros of one byte."""
     return rows * cols * bits // 8 + rows * cols // GROUP * (3 if zeros else 2)
 
 
 def floor(rows: int, cols: int, tokens: int, bits: int) -> dict[str, float]:
-    """Microseconds: of the bytes, of the operations, of the integer instructions, and the largest. bits 16: no dequantizing."""
+    """Microseconds: of the bytes, of the operations, of the integer instructions, and the largest.
+
+    bits 16: no dequantizing.
+    """
     weights = rows * cols * 2 if bits == 16 else weight_bytes(rows, cols, bits)
     moved = weights + 2 * tokens * (rows + cols)
     times = {"bytes_us": moved / COPY * 1e6, "matrix_us": 2.0 * rows * cols * tokens / MATRIX * 1e6}
@@ -47,7 +51,10 @@ def floor(rows: int, cols: int, tokens: int, bits: int) -> dict[str, float]:
 
 
 def dequantize_once(rows: int, cols: int, tokens: int, bits: int) -> float:
-    """Microseconds of writing the weights out in bf16 and multiplying them, one after the other, nothing kept in the cache."""
+    """Microseconds of writing the weights out in bf16 and multiplying them.
+
+    One after the other, nothing kept in the cache.
+    """
     return (weight_bytes(rows, cols, bits) + 2 * rows * cols) / COPY * 1e6 + floor(rows, cols, tokens, 16)["floor_us"]
 
 

@@ -13,9 +13,9 @@ import torch
 
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.kernels import tiles
-from quantkit.runtime.kernels.tiles import Tile
-from quantkit.runtime.kernels.triton_layout import TritonWeight
+from quantkit.runtime.kernels.triton import tile_table
+from quantkit.runtime.kernels.triton.layout import TritonWeight
+from quantkit.runtime.kernels.triton.tile_table import Tile
 
 
 def random_weight(shape: tuple[int, int], scheme: Scheme, device: torch.device, seed: int = 0) -> QuantTensor:
@@ -32,7 +32,10 @@ def candidates(weight: TritonWeight, tokens: int, sms: int) -> list[Tile]:
     """Tiles worth measuring, the derived one first: where the time ends early, no worse one is kept."""
     return list(
         dict.fromkeys(
-            [tiles.derive(weight, tokens, sms, tiles.hopper(weight.bricks.device)), *_grid(weight, tokens, sms)]
+            [
+                tile_table.derive(weight, tokens, sms, tile_table.hopper(weight.bricks.device)),
+                *_grid(weight, tokens, sms),
+            ]
         )
     )
 
@@ -64,7 +67,7 @@ def _grid(weight: TritonWeight, tokens: int, sms: int) -> Iterator[Tile]:
 
 def compile_one(job: tuple[Scheme, int, Tile]) -> str | None:
     """Compile (into Triton's cache on disk) what a tile needs, in a process of its own; what went wrong, or None."""
-    from quantkit.runtime.kernels.triton_linear import run
+    from quantkit.runtime.kernels.triton.launch import run
 
     scheme, tokens, tile = job
     device = torch.device("cuda")

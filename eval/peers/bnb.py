@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
 

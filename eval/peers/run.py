@@ -30,7 +30,8 @@ except ModuleNotFoundError:  # Python 3.10
 
 from tokens import write_tokens
 
-from quantkit.checkpoint.source import Source, open_source
+from quantkit.checkpoint.open import open_source
+from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.evaluate.sizes import count_parameters, measure_sizes
 from quantkit.formats.reader import QuantizedReader

@@ -23,8 +23,8 @@ import torch
 from run import HERE, ROOT, environment, run_there, tomllib
 from safetensors.torch import save_file
 
-from quantkit.evaluate.planted import plant
-from quantkit.evaluate.report import Prepared, prepare
+from quantkit.evaluate.kv_cache.planted_facts import plant
+from quantkit.evaluate.prepare import Prepared, prepare
 
 PEER = "kv-cache"  # in environments.toml
 

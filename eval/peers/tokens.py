@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from quantkit.calibrate.data import Windows, load_windows
-from quantkit.checkpoint.source import open_source
+from quantkit.calibrate.data import CalibrationWindows, load_windows
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 
 
@@ -23,7 +23,7 @@ def write_tokens(
     samples: int = 128,
     seq_len: int = 1024,
     seed: int = 0,
-) -> Windows:
+) -> CalibrationWindows:
     """The windows that ``quantkit convert`` with the same options calibrates on, written to ``out``."""
     from safetensors.torch import save_file
 

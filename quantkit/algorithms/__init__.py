@@ -16,21 +16,25 @@ class Solution:
     """What an algorithm decided, and how it went."""
 
     quantized: QuantTensor
-    damping: float | None = None  # of the Hessian's mean diagonal, what it took to factorise it
-    fallback: str | None = None  # why a simpler method was used instead; None if it was not
+    # share of the Hessian's mean diagonal that it took to factorise it
+    damping: float | None = None
+    # why a simpler method was used instead; None if it was not
+    fallback: str | None = None
 
 
 Scales = Literal["minmax", "search"]
-LARGEST_FACTOR = 64.0  # of a channel: factors stay within 1/64 .. 64 around their geometric mean, for fp16 norms and scales must hold them
-METHODS = ("gptq", "awq", "tune", "smooth", "hqq", "rtn")  # what convert offers; calibrated ones first
+# of a channel: factors stay within 1/64 .. 64 around their geometric mean, for fp16 norms and scales must hold them
+LARGEST_FACTOR = 64.0
+# what convert offers; calibrated ones first
+METHODS = ("gptq", "awq", "tune", "smooth", "hqq", "rtn")
 CALIBRATED = ("gptq", "awq", "tune", "smooth")
-DRAWN = ("hqq",)  # they read no text, but see what random tokens do
-FOLDING = ("awq", "tune", "smooth", "hqq")  # they always scale channels before rounding: norms and biases change too
-# They compare with what the original model has (so does gptq with --gptaq): convert keeps its states beside the quantized ones.
+# they read no text, but see what random tokens do
+DRAWN = ("hqq",)
+# they always scale channels before rounding: norms and biases change too
+FOLDING = ("awq", "tune", "smooth", "hqq")
+# They compare with the original model's hidden states (so does gptq with --gptaq): convert keeps those beside the
+# quantized model's.
 PAIRED: tuple[str, ...] = ("tune",)
 LATER = ("kquant",)
-ELSEWHERE = {
-    "autoround": "tune",
-    "signround": "tune",
-    "dwq": "rtn --distil 128",
-}  # what other tools call it: what it is here
+# what other tools call it: what it is here
+ELSEWHERE = {"autoround": "tune", "signround": "tune", "dwq": "rtn --distil 128"}

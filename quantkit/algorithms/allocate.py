@@ -1,10 +1,12 @@
-"""Bits for many parts under one budget: the choice with the least total damage.
+"""Allocate bits to many parts under one budget: the choice with the least total sensitivity.
 
-The damage of a whole is taken for the sum of its parts', each measured alone. Every part takes one of its options; an option has a
-cost (bits, bytes) and a damage. That is the multiple-choice knapsack, solved by dynamic programming over what is spent (Kellerer,
-Pferschy, Pisinger, Knapsack Problems, section 11.5): exactly, as long as the costs' common divisor leaves at most ``STATES`` sums.
-Beyond that costs are rounded up to a grid of ``STATES`` steps: a choice still never exceeds its budget, and leaves less than
-parts / ``STATES`` of the range between the least and the most unspent.
+Sensitivity is what rounding costs: KL added, in nats per token, for weights (``calibrate.sensitivity``), the relative
+change of the block's output for a KV cache (``calibrate.cache_sensitivity``). That of a whole is taken for the sum of
+its parts', each measured alone. Every part takes one of its options; an option has a cost (bits, bytes) and a
+sensitivity. That is the multiple-choice knapsack, solved by dynamic programming over what is spent (Kellerer, Pferschy,
+Pisinger, Knapsack Problems, section 11.5): exactly, as long as the costs' common divisor leaves at most ``STATES``
+sums. Beyond that costs are rounded up to a grid of ``STATES`` steps: a choice still never exceeds its budget, and
+leaves less than parts / ``STATES`` of the range between the least and the most unspent.
 """
 
 from __future__ import annotations
@@ -23,22 +25,26 @@ STATES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to do a part. cost: whole units (bits, bytes). damage: what it does, in any unit that adds up over parts."""
+    """One way to quantize a part.
+
+    cost: whole units (bits, bytes).
+    sensitivity: what rounding costs, in any unit that adds up over parts.
+    """
 
     cost: int
-    damage: float
+    sensitivity: float
 
 
 class Choices:
-    """The best choice for every budget at once. Of equal damages the one that costs least.
+    """The best choice for every budget at once. Of equal sensitivities the one that costs least.
 
-    Raises NumericsError for a damage that is not finite.
+    Raises NumericsError for a sensitivity that is not finite.
     """
 
     def __init__(self, parts: Sequence[Sequence[Option]], states: int = STATES) -> None:
         for options in parts:
-            if not all(math.isfinite(option.damage) for option in options):
-                raise NumericsError(f"damage that is not finite: {[option.damage for option in options]}")
+            if not all(math.isfinite(option.sensitivity) for option in options):
+                raise NumericsError(f"damage that is not finite: {[option.sensitivity for option in options]}")
         self.parts = [sorted(enumerate(options), key=lambda pair: pair[1].cost) for options in parts]
         self.least = sum(options[0][1].cost for options in self.parts)
         self.most = sum(options[-1][1].cost for options in self.parts)
@@ -55,13 +61,13 @@ class Choices:
         return [-(-(option.cost - options[0][1].cost) // self._step) for _, option in options]
 
     def _add(self, best: Tensor, options: Sequence[tuple[int, Option]]) -> Tensor:
-        """Least damage by what is spent, with one part more."""
+        """Least sensitivity by cost spent, with one part more."""
         steps = self._steps(options)
         after = torch.full((len(best) + steps[-1],), math.inf, dtype=torch.float64)
         taken = torch.zeros(len(after), dtype=torch.uint8)
         for index, (step, (_, option)) in enumerate(zip(steps, options, strict=True)):
             there = slice(step, step + len(best))
-            total = best + option.damage
+            total = best + option.sensitivity
             better = total < after[there]
             after[there] = torch.where(better, total, after[there])
             taken[there][better] = index
@@ -69,7 +75,7 @@ class Choices:
         return after
 
     def within(self, budget: int) -> list[int]:
-        """Which option each part takes (index into the options as given) for a total cost of at most ``budget``.
+        """Choose an option of each part (index into the options as given) for a total cost of at most ``budget``.
 
         Raises RequestError if the cheapest options cost more.
         """
@@ -87,19 +93,25 @@ class Choices:
         return chosen[::-1]
 
 
-def allocate(damage: Sequence[Mapping[int, float]], budget: float) -> list[int]:
-    """Bits of each part, all of one size: least sum of ``damage[part][bits]`` with a mean of at most ``budget`` bits. Of equals, the fewest bits.
+def allocate(sensitivity: Sequence[Mapping[int, float]], budget: float) -> list[int]:
+    """Choose the bits of each part, all of one size: the least sum of ``sensitivity[part][bits]`` within the budget.
 
-    Raises RequestError if every part at its fewest bits is over the budget, NumericsError for a damage that is not finite.
+    budget: mean bits of the parts, at most. Of equal sums the one with the fewest bits is taken.
+
+    Raises RequestError if every part at its fewest bits is over the budget, NumericsError for a sensitivity that is not
+    finite.
     """
-    if not damage:
+    if not sensitivity:
         return []
-    widths = [sorted(choices) for choices in damage]
-    least, most = sum(choices[0] for choices in widths), math.floor(budget * len(damage) + 1e-6)
+    widths = [sorted(choices) for choices in sensitivity]
+    least, most = sum(choices[0] for choices in widths), math.floor(budget * len(sensitivity) + 1e-6)
     if most < least:
         raise RequestError(
-            f"a budget of {budget:g} bits on average: the fewest possible are {least / len(damage):g}. Use a larger one."
+            f"a budget of {budget:g} bits on average: the fewest possible are {least / len(sensitivity):g}."
+            " Use a larger one."
         )
-    parts = [[Option(bits, choices[bits]) for bits in order] for choices, order in zip(damage, widths, strict=True)]
+    parts = [
+        [Option(bits, choices[bits]) for bits in order] for choices, order in zip(sensitivity, widths, strict=True)
+    ]
     found = Choices(parts).within(most)
     return [order[index] for order, index in zip(widths, found, strict=True)]

@@ -1,11 +1,12 @@
 """AWQ: scale the input channels that matter before rounding, then clip (Lin et al., arXiv 2306.00978).
 
-For a fold (``quantkit.model.folds``) with factors s, what a consumer computes with is ``Q(W s) / s``. The paper searches
-``s = mean|x|**alpha`` (equation 5) by running the block for every alpha. Here the error of a candidate is exact and needs no
-forward: ``tr(D H Dᵀ)`` with ``D = Q(W s) / s - W`` and H the mean of x xᵀ, summed over all consumers.
+For a fold (``quantkit.model.folds``) with factors s, what a consumer computes with is ``Q(W s) / s``. The paper
+searches ``s = mean|x|**alpha`` (equation 5) by running the block for every alpha. Here the error of a candidate is
+exact and needs no forward: ``tr(D H Dᵀ)`` with ``D = Q(W s) / s - W`` and H the mean of x xᵀ, summed over all
+consumers.
 
-Clipping differs from the paper's, too: the range of each group is chosen in turn for the smallest error of the whole row,
-given the errors of the row's other groups, so that errors of correlated inputs cancel.
+Clipping differs from the paper's, too: the range of each group is chosen in turn for the smallest error of the whole
+row, given the errors of the row's other groups, so that errors of correlated inputs cancel.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ WIDEST_GROUP = 512  # wider groups keep the range found with H's diagonal: one t
 
 @dataclass(frozen=True)
 class Consumer:
-    """Linears with one input and one scheme, stacked along their rows. weight: float32 [out, in]; hessian: [in, in].
+    """Linears with one input and one scheme, stacked along their rows.
 
-    channels: the fold's channel in each column, int64 [in]. share: how much this consumer's loss counts (experts: their
-    share of the tokens).
+    weight: float32 [out, in].
+    hessian: [in, in], the mean of x xᵀ.
+    channels: the fold's channel in each column, int64 [in].
+    share: how much this consumer's loss counts (experts: their share of the tokens).
     """
 
     weight: Tensor
@@ -43,8 +46,10 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Factors:
-    """What the search found. values: float32 [channels]; loss and plain_loss: with these factors and with none.
+    """Channel factors that the search chose.
 
+    values: float32 [channels].
+    loss, plain_loss: with these factors and with none.
     fallback: why there are none (all ones), if something went wrong.
     """
 
@@ -58,11 +63,12 @@ Realise = Callable[[Tensor], Tensor]  # wanted factors -> the nearest that the p
 
 
 def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realise = lambda s: s) -> Factors:
-    """Factors s = rms(x)**a / spread**b with the smallest error, a on a grid, both then ever closer around the best.
+    """Search the factors s = rms(x)**a / spread**b with the smallest error.
 
-    rms(x) comes from H's diagonal; spread is the mean of |w| over its group's largest, which the paper's code also tries. The best
-    few are compared again with clipped ranges, together with s = 1, so the result is not worse than rounding alone. A candidate whose
-    loss is not finite is passed over; if s = 1 itself has none, all factors are 1 and the reason is told.
+    a runs over a grid, then both ever closer around the best. rms(x) comes from H's diagonal; spread is the mean of |w|
+    over its group's largest, which the paper's code also tries. The best few are compared again with clipped ranges,
+    together with s = 1, so the result is not worse than rounding alone. A candidate whose loss is not finite is passed
+    over; if s = 1 itself has none, all factors are 1 and ``fallback`` says why.
     """
     some = _thin(consumers)
     size, spread = _statistics(some, channels)
@@ -92,9 +98,14 @@ def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realis
 
 
 def rough_factors(weights: Sequence[Tensor], size: Tensor, scheme: Scheme) -> Tensor:
-    """``size ** a`` (equation 5 with the root mean square), a from 0 to 3/4 in quarters, whichever leaves the least ``sum_j size_j**2 e_j**2`` where weights [out, in] are rounded between
-    their extremes: what ``search_factors`` finds, nearly, from the size of the inputs alone. size: [in], root mean square of each. Returns float32 [in], geometric mean 1; ones
-    if the size is not finite. Weights are not modified.
+    """Estimate what ``search_factors`` finds from the size of the inputs alone: ``size ** a``, equation 5 with the rms.
+
+    a runs from 0 to 3/4 in quarters; the one that leaves the least ``sum_j size_j**2 e_j**2`` is taken, with the
+    weights rounded between their extremes. Weights are not modified.
+
+    weights: [out, in] each.
+    size: [in], root mean square of each input.
+    Returns float32 [in], geometric mean 1; ones if the size is not finite.
     """
     size = size.float()
     one = torch.ones_like(size)
@@ -116,10 +127,13 @@ def awq(
 ) -> Solution:
     """Choose ranges and round ``weight`` [out, in], already scaled, for a small ``tr(D H Dᵀ)``.
 
-    hessian: [in, in] of the scaled inputs. The ranges start from ``affine.searched_params`` with H's diagonal; ``sweeps`` times, group by group,
-    each row tries the same shrunken ranges again and keeps the one with the smallest error of the whole row.
-    damping: share of the mean diagonal added to H's, against trusting the correlations of few tokens too much. ``scales="minmax"`` does not
-    clip. Never worse than rounding with searched scales, measured with the damped H. Falls back to that (and says so) if H is not finite.
+    The ranges start from ``affine.searched_params`` with H's diagonal; ``sweeps`` times, group by group, each row tries
+    the same shrunken ranges again and keeps the one with the smallest error of the whole row. Never worse than rounding
+    with searched scales, measured with the damped H. Falls back to that (and says so) if H is not finite.
+
+    hessian: [in, in] of the scaled inputs.
+    scales: "minmax" does not clip.
+    damping: share of the mean diagonal added to H's, against trusting the correlations of few tokens too much.
     """
     if scales == "minmax":
         step, zeros = affine.minmax_params(weight, scheme)
@@ -135,10 +149,11 @@ def awq(
         rows = max(
             1, (_CACHE_ELEMENTS if weight.device.type == "cpu" else affine.SEARCH_ELEMENTS_GPU) // weight.shape[1]
         )
+        some_zeros = zeros.split(rows) if zeros is not None else [None] * len(step)
         parts = [
             _clip(w, h, s, z, scheme, sweeps)
-            for w, s, z in zip(weight.split(rows), step.split(rows), zeros.split(rows) if zeros is not None else [None] * len(step), strict=False)
-        ]  # fmt: skip
+            for w, s, z in zip(weight.split(rows), step.split(rows), some_zeros, strict=False)
+        ]
         step = torch.cat([s for s, _ in parts])
         zeros = None if zeros is None else torch.cat([z for _, z in parts if z is not None])
     return _rounded(weight, step, zeros, scheme)
@@ -150,8 +165,11 @@ _CACHE_ELEMENTS = 1 << 20  # weights in work at a time
 def _clip(
     weight: Tensor, h: Tensor, step: Tensor, zeros: Tensor | None, scheme: Scheme, sweeps: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Coordinate descent over the ranges of some rows' groups: with d the error of group g and D that of the whole row,
-    a candidate's error is ``d H_gg dᵀ + 2 d (D H)_g'`` where ``'`` leaves the group itself out."""
+    """Coordinate descent over the ranges of some rows' groups.
+
+    With d the error of group g and D that of the whole row, a candidate's error is ``d H_gg dᵀ + 2 d (D H)_g'`` where
+    ``'`` leaves the group itself out.
+    """
     width = scheme.width(weight.shape[1])
     step, zeros = step.clone(), None if zeros is None else zeros.clone()
     error = affine.dequantize(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme) - weight
@@ -183,7 +201,7 @@ def _ranges(w: Tensor, scheme: Scheme) -> Iterator[tuple[Tensor, Tensor | None]]
 
 
 def _error(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """What rounding one group [rows, width] does to it."""
+    """Rounding error of one group [rows, width]."""
     step = scale.float()
     offset = torch.full_like(step, float(scheme.midpoint)) if zero is None else zero.float()
     codes = (w / step).round_().clamp_(-offset, scheme.levels - 1 - offset)
@@ -197,8 +215,10 @@ def _rounded(
 
 
 def thin_stack(weights: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """At most ``SEARCH_ROWS`` rows, spread evenly, of linears [out, in] stacked along their rows, float32; and how many rows
-    each of them stands for. Only the rows that are kept are copied."""
+    """Keep at most ``SEARCH_ROWS`` rows, spread evenly, of linears [out, in] stacked along their rows.
+
+    Returns them in float32, and how many rows each of them stands for. Only the rows that are kept are copied.
+    """
     total = sum(weight.shape[0] for weight in weights)
     every, start, parts = -(-total // SEARCH_ROWS), 0, []
     for weight in weights:
@@ -209,8 +229,11 @@ def thin_stack(weights: Sequence[Tensor]) -> tuple[Tensor, float]:
 
 
 def _thin(consumers: Sequence[Consumer]) -> list[Consumer]:
-    """Consumers with rows left out evenly, their shares raised to make up for them. One H of all is made float32 once; of
-    several (experts) each is when it is used, so that they are not all held twice."""
+    """Consumers with rows left out evenly, their shares raised to make up for them.
+
+    One H of all is made float32 once; of several (experts) each is when it is used, so that they are not all held
+    twice.
+    """
     one = consumers[0].hessian.float() if len({id(c.hessian) for c in consumers}) == 1 else None
     found = []
     for c in consumers:
@@ -231,12 +254,18 @@ def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
 
 
 def rounding_error(c: Consumer, factors: Tensor, clip: bool = False) -> Tensor | None:
-    """``Q(W s) / s - W``, float32 [out, in]: rounded between the extremes, or in a searched range. None if a scale cannot be stored."""
+    """Compute ``Q(W s) / s - W``, float32 [out, in], or None if a scale cannot be stored.
+
+    clip: round in a searched range instead of between the extremes.
+    """
     return _rounding_error(c.weight, factors[c.channels], c.scheme, c.hessian.float().diagonal() if clip else None)
 
 
 def _rounding_error(w: Tensor, s: Tensor, scheme: Scheme, square: Tensor | None) -> Tensor | None:
-    """The same; square: mean of each input's square, by which ranges are searched; None for the extremes."""
+    """``Q(w s) / s - w``, or None if a scale cannot be stored.
+
+    square: mean of each input's square, by which ranges are searched; None for the extremes.
+    """
     scaled = w * s
     try:
         if square is not None:
@@ -261,7 +290,7 @@ def _statistics(consumers: Sequence[Consumer], channels: int) -> tuple[Tensor, T
 
 
 def input_size(consumers: Sequence[Consumer], channels: int) -> Tensor:
-    """Root mean square of the input in each channel, over all consumers: float32 [channels]."""
+    """Compute the root mean square of the input in each channel, over all consumers: float32 [channels]."""
     return _statistics(consumers, channels)[0]
 
 

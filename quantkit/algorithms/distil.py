@@ -1,8 +1,9 @@
-"""End-to-end distillation of what is not codes: scales and norms learn, the codes stay as they are.
+"""Distil end to end: scales and norms of all blocks learn, the codes stay as they are.
 
-EfficientQAT's second phase (Chen et al., arXiv 2407.11062, section 3.3, E2E-QP) trains the scales of a quantized model with frozen codes and zeros;
-here, as in DWQ of mlx-lm, the target is the original's distribution of the next token, not the text: ``KL(original || quantized)``, mean over tokens.
-Zeros are integers, which no small step moves; norms learn beside the scales.
+EfficientQAT's second phase (Chen et al., arXiv 2407.11062, section 3.3, E2E-QP) trains the scales of a quantized model
+with frozen codes and zeros; here, as in DWQ of mlx-lm, the target is the original's distribution of the next token, not
+the text: ``KL(original || quantized)``, mean over tokens. Zeros are integers, which no small step moves; norms learn
+beside the scales.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ RESIDENT = 0.25  # of the free memory: codes that take less are held through the
 
 
 def window_batch(windows: int, seq_len: int) -> int:
-    """Windows of one step: ``ADAM_STEP_TOKENS``, fewer where that would leave less than eight steps."""
+    """Count the windows of one step: ``ADAM_STEP_TOKENS``, fewer where that would leave less than eight steps."""
     return max(1, min(ADAM_STEP_TOKENS // seq_len, windows // 8))
 
 
 @dataclass(frozen=True, slots=True)
 class DistilOptions:
-    """rate: largest step of Adam, relative to the size of what learns. warmup: steps until it is reached; then half a cosine to zero.
+    """How the distillation learns.
 
+    rate: largest step of Adam, relative to the size of what learns.
+    warmup: steps until ``rate`` is reached; then half a cosine to zero.
     betas: of Adam (Kingma and Ba, arXiv 1412.6980), the second smaller than usual because steps are few.
     """
 
@@ -44,14 +47,15 @@ class DistilOptions:
 
 
 def rate_at(step: int, steps: int, options: DistilOptions) -> float:
-    """Adam's rate in step ``step`` of ``steps``, counted from 0."""
+    """Compute Adam's rate in step ``step`` of ``steps``, counted from 0."""
     return options.rate * min(1.0, (step + 1) / options.warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 class LearnedScales:
     """The scales of a quantized weight, learning: ``scale * exp(delta)``, delta float32 ``[out, groups]``, 0 at first.
 
-    Relative steps suit scales, which differ by orders of magnitude and stay positive. The codes are given when they are used: they need not be held.
+    Relative steps suit scales, which differ by orders of magnitude and stay positive. The codes are given when they are
+    used: they need not be held.
     """
 
     def __init__(self, scales: Tensor) -> None:
@@ -59,18 +63,21 @@ class LearnedScales:
         self.delta = nn.Parameter(torch.zeros_like(self.scales))
 
     def weight(self, q: QuantTensor) -> Tensor:
-        """``(code - zero) * scale`` with the scales as they are now, float32 ``[out, in]``; gradients reach ``delta``."""
+        """Compute ``(code - zero) * scale`` with the learned scales, float32 ``[out, in]``.
+
+        Gradients reach ``delta``.
+        """
         weight: Tensor = _Dequantize.apply(self.scales * self.delta.exp(), q)  # type: ignore[no-untyped-call]
         return weight
 
     @torch.no_grad()
     def result(self, q: QuantTensor) -> QuantTensor:
-        """The same codes with the scales as they are now, rounded to their storage dtype."""
+        """Return the same codes with the scales as they are now, rounded to their storage dtype."""
         return QuantTensor(q.codes, affine.store_scale(self.scales * self.delta.exp(), q.scheme), q.zeros, q.scheme)
 
     @torch.no_grad()
     def round_(self, scheme: Scheme) -> None:
-        """Let the scales be what will be stored."""
+        """Round the learned scales to their storage dtype, in place."""
         self.delta.copy_((affine.store_scale(self.scales * self.delta.exp(), scheme).float() / self.scales).log())
 
 
@@ -93,7 +100,8 @@ class _Dequantize(torch.autograd.Function):
 class LearnedNorm:
     """A norm's weight or bias that learns: ``w + unit * delta``, delta float32 like ``w`` and 0 at first.
 
-    unit: the size of each entry, at least a tenth of the vector's root mean square. dtype: what it is stored in.
+    unit: the size of each entry, at least a tenth of the vector's root mean square.
+    dtype: what it is stored in.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -102,17 +110,17 @@ class LearnedNorm:
         self.delta = nn.Parameter(torch.zeros_like(self.weight))
 
     def value(self) -> Tensor:
-        """Float32, the shape of ``w``; gradients reach ``delta``."""
+        """Compute the learned values, float32, the shape of ``w``; gradients reach ``delta``."""
         return self.weight + self.unit * self.delta
 
     @torch.no_grad()
     def result(self) -> Tensor:
-        """As it is now, in the stored dtype."""
+        """Return the learned values in the stored dtype."""
         return self.value().to(self.dtype)
 
     @torch.no_grad()
     def round_(self) -> None:
-        """Let the values be what will be stored."""
+        """Round the learned values to the stored dtype, in place."""
         self.delta.copy_((self.result().float() - self.weight) / self.unit.clamp(min=1e-30))
 
 
@@ -120,10 +128,12 @@ Head = Callable[[Tensor], Tensor]  # final hidden states [tokens, hidden] -> log
 
 
 def divergence(student: Tensor, teacher: Tensor, head: Head, original: Head, vocab: int) -> tuple[float, Tensor]:
-    """Mean of ``KL(original || quantized)`` over tokens, in nats, and its gradient for ``student``.
+    """Compute the mean of ``KL(original || quantized)`` over tokens, in nats, and its gradient for ``student``.
 
-    student, teacher: float32 ``[tokens, hidden]``, what both heads get. Logits of ``chunk_tokens`` are held at a time, four times over. The gradient
-    for logits is the difference of the two distributions. What learns inside ``head`` gets its gradient too. With gradients off, the gradient returned is zero.
+    Logits of ``chunk_tokens`` are held at a time, four times over. The gradient for logits is the difference of the two
+    distributions. What learns inside ``head`` gets its gradient too. With gradients off, the gradient returned is zero.
+
+    student, teacher: float32 ``[tokens, hidden]``, what both heads get.
     """
     count, total = len(student), 0.0
     grad = torch.zeros_like(student)
@@ -145,5 +155,5 @@ def divergence(student: Tensor, teacher: Tensor, head: Head, original: Head, voc
 
 
 def chunk_tokens(vocab: int) -> int:
-    """Tokens whose logits are held at a time."""
+    """Count the tokens whose logits are held at a time."""
     return max(CHUNK_TOKENS, CHUNK_ELEMENTS // vocab)

@@ -1,12 +1,14 @@
-"""GPTQ: column-wise rounding with error feedback (Frantar et al., arXiv 2210.17323, algorithm 1), with what later work added.
+"""GPTQ: column-wise rounding with error feedback (Frantar et al., arXiv 2210.17323, algorithm 1), and later additions.
 
-* Order: groups in the order of their largest ``diag(H)``, columns of a group by falling ``diag(H)`` (act-order inside the group, "GAR"). Groups
-  stay contiguous along the inputs, so no ``g_idx`` is needed at run time.
-* A group's scale and zero are chosen when its first column is reached, from the weights as they stand then, errors of earlier groups fed
-  back, with the loss that the loop itself will pay: ``e_j**2 / U_jj**2`` for an error e_j of column j.
-* Targets: where the inputs of the original model are known (y beside x), what is approximated is ``W y`` and not ``W x`` (Li et al.,
-  arXiv 2504.02692). With ``C = mean of (y - x) xᵀ`` and exact weights the best answer is ``W + W C H^-1``; rounding that with H minimises the
-  same loss, up to a constant. C is an estimate, whose noise the inverse enlarges: ``GPTQOptions.pull`` of that way is gone, a quarter.
+* Order: groups in the order of their largest ``diag(H)``, columns of a group by falling ``diag(H)`` (act-order inside
+  the group, "GAR"). Groups stay contiguous along the inputs, so no ``g_idx`` is needed at run time.
+* A group's scale and zero are chosen when its first column is reached, from the weights as they stand then, errors of
+  earlier groups fed back, with the loss that the loop itself will pay: ``e_j**2 / U_jj**2`` for an error e_j of column
+  j.
+* Targets: where the inputs of the original model are known (y beside x), what is approximated is ``W y`` and not
+  ``W x`` (Li et al., arXiv 2504.02692). With ``C = mean of (y - x) xᵀ`` and exact weights the best answer is
+  ``W + W C H^-1``; rounding that with H minimises the same loss, up to a constant. C is an estimate, whose noise the
+  inverse enlarges: ``GPTQOptions.pull`` of that way is gone, a quarter.
 * Then codes and scales are refined (``algorithms.refine``): the loop never looks back.
 """
 
@@ -28,12 +30,17 @@ from quantkit.core.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class GPTQOptions:
-    """damping: of the mean diagonal, added to H's diagonal; ``escalation`` is what follows when H cannot be factorised.
+    """How GPTQ rounds.
 
-    act_order: visit groups, and columns inside them, in the order of falling diag(H). scales: how each group's scale is chosen; "minmax" keeps
-    the ranges of the weights as they were. block: columns per update of the rest of the matrix (speed only). sweeps: of the refinement, 0 for none.
-    pull: how much of the way towards the original model's inputs the target goes, 0 to 1. The least-squares move fits the text's noise, too, and
-    every block adds its own: a quarter (GPTQModel's alpha) helps, the whole ruins a small model.
+    damping: share of the mean diagonal added to H's diagonal.
+    escalation: the dampings that follow when H cannot be factorised.
+    act_order: visit groups, and columns inside them, in the order of falling diag(H).
+    scales: how each group's scale is chosen; "minmax" keeps the ranges of the weights as they were.
+    block: columns per update of the rest of the matrix (speed only).
+    sweeps: of the refinement, 0 for none.
+    pull: how much of the way towards the original model's inputs the target goes, 0 to 1. The least-squares move fits
+        the text's noise, too, and every block adds its own: a quarter (GPTQModel's alpha) helps, the whole ruins a
+        small model.
     """
 
     damping: float = 0.01
@@ -50,26 +57,30 @@ ColumnLoop = Callable[[Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """What visits a block of columns, in rounding and in refining: ``round_columns`` and ``descend_columns``, or kernels that do the same on a device; None for those."""
+    """The loops over a block of columns, in rounding and in refining.
+
+    ``round_columns`` and ``descend_columns`` where None, else kernels that do the same on a device.
+    """
 
     columns: ColumnLoop | None = None
     descent: Descent | None = None
 
 
 def gptq(
-    weight: Tensor,
-    hessian: Tensor,
-    scheme: Scheme,
-    options: GPTQOptions | None = None,
-    loops: Loops | None = None,
+    weight: Tensor, hessian: Tensor, scheme: Scheme, options: GPTQOptions | None = None, loops: Loops | None = None,
     cross: Tensor | None = None,
-) -> Solution:
+) -> Solution:  # fmt: skip
     """Quantize ``weight`` [out, in] so that ``tr(D H Dᵀ)`` of the error D is small.
 
-    weight: any float dtype, worked on in float32. hessian: [in, in], float32 or float64, the mean of x xᵀ over tokens; symmetric, positive semi-definite. cross: [in, in], the mean of (y - x) xᵀ with y the
-    original model's inputs, if known. Weights that read the same input may be stacked along their rows: rows do not influence one
-    another. Inputs are not modified. A Hessian that cannot be factorised raises the damping, and in the end falls back to rounding (said in the
-    Solution). Everything happens on the device that both are on. Raises NumericsError if a scale overflows its dtype.
+    Weights that read the same input may be stacked along their rows: rows do not influence one another. Inputs are not
+    modified. A Hessian that cannot be factorised raises the damping, and in the end falls back to rounding (said in the
+    Solution). Everything happens on the device that weight and Hessian are on.
+
+    weight: any float dtype, worked on in float32.
+    hessian: [in, in], float32 or float64, the mean of x xᵀ over tokens; symmetric, positive semi-definite.
+    cross: [in, in], the mean of (y - x) xᵀ with y the original model's inputs, if known.
+
+    Raises NumericsError if a scale overflows its dtype.
     """
     options, loops = options or GPTQOptions(), loops or Loops()
     diagonal = hessian.diagonal().double()
@@ -89,7 +100,15 @@ def gptq(
     if options.sweeps:
         damped = _damped(hessian, dead, importance, damping)
         codes, scales = refine(
-            target, codes, scales, zeros, scheme, damped, options.sweeps, options.scales == "search", loops.descent
+            target,
+            codes,
+            scales,
+            zeros,
+            scheme,
+            damped,
+            sweeps=options.sweeps,
+            refit=options.scales == "search",
+            descent=loops.descent,
         )
         del damped
     found = QuantTensor(codes, scales, zeros, scheme)
@@ -99,7 +118,10 @@ def gptq(
 
 
 def _or_rounded(target: Tensor, found: QuantTensor, h: Tensor, importance: Tensor, scales: Scales) -> QuantTensor:
-    """``found``, but for rows that simple rounding leaves with a smaller loss: few channels that dominate H, or outlying weights, can mislead the column loop."""
+    """``found``, but with simple rounding in the rows where that has a smaller loss.
+
+    Few channels that dominate H, or outlying weights, can mislead the column loop.
+    """
     scheme = found.scheme
     simple = rtn(target, scheme, scales, importance).quantized
 
@@ -179,10 +201,11 @@ SEARCH_STEPS = 12  # shrunken ranges tried for a group; the refinement fits the 
 def _solve(
     weight: Tensor, upper: Tensor, order: Tensor, scheme: Scheme, options: GPTQOptions, columns: ColumnLoop
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Round column by column in ``order``, moving each column's error into the columns not yet visited: codes, scales, zeros.
+    """Round column by column in ``order``, feeding each column's error back into the columns not yet visited.
 
-    Works on the transpose, so that a column is contiguous. With d = U[j, j] and the error e = (w - q) / d, column k > j
-    receives -e * U[j, k] once: inside the block at once (``columns``), beyond it when the block is done. Blocks end where groups do.
+    Returns codes, scales, zeros. Works on the transpose, so that a column is contiguous. With d = U[j, j] and the error
+    e = (w - q) / d, column k > j receives -e * U[j, k] once: inside the block at once (``columns``), beyond it when the
+    block is done. Blocks end where groups do.
     """
     rows, in_features = weight.shape
     width = scheme.width(in_features)
@@ -197,9 +220,8 @@ def _solve(
         stop = begin + min(width, in_features - group * width)
         if options.scales == "search":
             step, zero = affine.searched_params(rest[begin:stop].t(), alone, cost[begin:stop], steps=SEARCH_STEPS)
-            own = (
-                scales[:, group] > affine.SMALLEST_SCALE
-            )  # a group of zeros keeps its scale: it takes no errors of others
+            # a group of zeros keeps its scale: it takes no errors of others
+            own = scales[:, group] > affine.SMALLEST_SCALE
             scales[:, group] = torch.where(own, step[:, 0], scales[:, group])
             if zeros is not None and zero is not None:
                 zeros[:, group] = torch.where(own, zero[:, 0], zeros[:, group])
@@ -209,7 +231,8 @@ def _solve(
             end = min(start + options.block, stop)
             codes[start:end], errors = columns(
                 rest[start:end], upper[start:end, start:end],
-                scale.expand(end - start, rows).contiguous(), offset.expand(end - start, rows).contiguous(), scheme.levels - 1,
+                scale.expand(end - start, rows).contiguous(), offset.expand(end - start, rows).contiguous(),
+                scheme.levels - 1,
             )  # fmt: skip
             if end < in_features:
                 rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
@@ -222,8 +245,10 @@ def _solve(
 def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """One block of columns: round each, then move its error into the block's later ones.
 
-    rest: float32 ``[columns, out]``, the weights as they stand, changed in place. upper: ``[columns, columns]``, the block
-    of U on its diagonal. step, offset: float32 ``[columns, out]``, scale and zero of each weight. top: the largest code.
+    rest: float32 ``[columns, out]``, the weights as they stand, changed in place.
+    upper: ``[columns, columns]``, the block of U on its diagonal.
+    step, offset: float32 ``[columns, out]``, scale and zero of each weight.
+    top: the largest code.
     Returns codes, uint8, and errors, float32, ``[columns, out]``.
     """
     codes, errors = torch.empty_like(rest), torch.empty_like(rest)
@@ -231,9 +256,8 @@ def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top
         codes[j] = torch.round(column / step[j] + offset[j]).clamp_(0, top)
         errors[j] = (column - (codes[j] - offset[j]) * step[j]) / upper[j, j]
         if j + 1 < len(rest):
-            rest[j + 1 :] -= torch.outer(
-                upper[j, j + 1 :], errors[j]
-            )  # ``addr_`` may fuse: other codes on other processors
+            # not ``addr_``, which may fuse: other codes on other processors
+            rest[j + 1 :] -= torch.outer(upper[j, j + 1 :], errors[j])
     return codes.to(torch.uint8), errors
 
 
@@ -241,9 +265,9 @@ _LOSS_ELEMENTS = 1 << 24  # weights at a time
 
 
 def proxy_loss(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> tuple[float, float]:
-    """``tr(D H Dᵀ)`` and ``tr(W H Wᵀ)``: mean squared output error and output energy, per token, over all outputs.
+    """Compute ``tr(D H Dᵀ)`` and ``tr(W H Wᵀ)``: mean squared output error and output energy, per token.
 
-    Products in float32, which take half as long, sums in float64.
+    Both are summed over all outputs. Products in float32, which take half as long, sums in float64.
     """
     h, lost, energy = hessian.float(), 0.0, 0.0
     rows = max(1, _LOSS_ELEMENTS // weight.shape[1])

@@ -1,13 +1,16 @@
-"""How much a token counts for the model's output, at each input of a block's linears: told from the state in front of the block.
+"""Token-importance weights, at each input of a block's linears, predicted from the hidden state in front of the block.
 
-With g the gradient of the log-probability of a label drawn from the model, at a linear's output, an error e of that output costs (g . e)^2 / 2 nats
-(``calibrate.sensitivity``). So tokens do not count alike: queries and keys of a window's first token count nothing, what its value is for a lot.
-GuidedQuant (Kim et al., arXiv 2505.07004, section 3.2, equation 7) weighs each token's x xᵀ by the mean of g^2 over a part of the rows. That takes a pass back over the whole text, and a
-mean of squares is that of a few tokens. Here |g| is measured on a few windows; its logarithm is fitted by ridge regression to the direction and the size of the state
-in front of the block, and every token of the text counts by the |g| that is expected of it: the first power, so that more tokens have a say.
+With g the gradient of the log-probability of a label drawn from the model, at a linear's output, an error e of that
+output costs (g . e)^2 / 2 nats (``calibrate.sensitivity``). So tokens are not equally important: queries and keys of a
+window's first token count nothing, its value counts a lot. GuidedQuant (Kim et al., arXiv 2505.07004, section 3.2,
+equation 7) weighs each token's x xᵀ by the mean of g^2 over a part of the rows. That takes a backward pass over the
+whole text, and a mean of squares is that of a few tokens. Here |g| is measured on a few windows; its logarithm is
+fitted by ridge regression to the direction and the size of the hidden state in front of the block, and every token of
+the text is weighted by the |g| that is predicted for it: the first power, so that more tokens have a say.
 
-Whether the regression is believed is found by leaving out half of the tokens, linear by linear: the weakest ridge that tells something of the other half is taken. Not the one that tells
-most: the more it shrinks, the more alike tokens count, and KL is better the less they do (ADR 019).
+Whether the regression is used is found by cross-validation, linear by linear, with half of the tokens left out: the
+weakest ridge that predicts something of the other half is taken. Not the one that predicts most: the more it shrinks,
+the more alike token importance becomes, and KL is better the less it does (ADR 019).
 """
 
 from __future__ import annotations
@@ -20,14 +23,21 @@ from torch import Tensor
 
 # of the number of tokens, added to each coefficient's sum of squares; else no coefficients at all
 RIDGES = (0.1, 1.0, 10.0)
-FLOOR = 5e-3  # of the mean: a gradient is taken for at least that; those of a first token's queries are zero but for rounding
+# of the mean: a gradient is taken for at least that; those of a first token's queries are zero but for rounding
+FLOOR = 5e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """Of one block. linears: its linears (names inside it), ``outputs`` their rows; the rest float64 and on one device, F = hidden + 1 numbers that are known of a token.
+    """The regression of one block: hidden state to log |g|, |g|^2 the mean over a linear's rows.
 
-    center, spread: [F], of the text it was fitted on. slopes: [linears, F], means, lowest, highest: [linears]: of log |g|, |g|^2 the mean over rows.
+    Numbers are float64 and on one device; F = hidden + 1 features of a token.
+
+    linears: the block's linears (names inside it).
+    outputs: out_features of each linear.
+    center, spread: [F], of the text it was fitted on.
+    slopes: [linears, F].
+    means, lowest, highest: [linears], of log |g|.
     """
 
     linears: tuple[str, ...]
@@ -40,20 +50,26 @@ class Guide:
     highest: Tensor
 
     def only(self, names: Collection[str]) -> Guide:
-        """The same of some of its linears; names that it does not know are passed over."""
+        """Return the guide of some of its linears; names that it does not know are passed over."""
         kept = [i for i, name in enumerate(self.linears) if name in names]
         by_linear = {name: getattr(self, name)[kept] for name in ("slopes", "means", "lowest", "highest")}
-        return replace(self, linears=tuple(self.linears[i] for i in kept), outputs=tuple(self.outputs[i] for i in kept), **by_linear)  # fmt: skip
+        linears, outputs = tuple(self.linears[i] for i in kept), tuple(self.outputs[i] for i in kept)
+        return replace(self, linears=linears, outputs=outputs, **by_linear)
 
     def knows(self, names: Sequence[str]) -> bool:
-        """Whether any of these linears, which read one tensor, is its own: what they read is weighed by those alone."""
+        """Tell whether the guide knows any of these linears, which read one tensor.
+
+        The tensor's tokens are weighted by the known linears alone.
+        """
         return any(name in self.linears for name in names)
 
     def weights(self, groups: Sequence[Sequence[str]], states: Tensor) -> list[Tensor | None]:
-        """For each group of linears that read one tensor what a token counts, float32 [tokens], positive: expected |g|, its square the mean over their rows. None for a
-        group of which the guide knows none.
+        """Predict token importance for each group of linears that read one tensor: float32 [tokens], positive.
 
-        states: [..., hidden], in front of the block, on any device; the weights are there, too. A state that is not finite counts as an average one (its statistics drop it).
+        That is the expected |g|, its square the mean over the group's rows; None for a group of which the guide knows
+        no linear. A state that is not finite counts as an average one (its statistics drop it).
+
+        states: [..., hidden], in front of the block, on any device; the weights are there, too.
         """
         at = states.device
         z = (_features(states) - self.center.to(at)) / self.spread.to(at)
@@ -69,16 +85,19 @@ class Guide:
         return torch.where(known, found, found[known].mean() if bool(known.any()) else 1.0).float()
 
     def on_host(self) -> Guide:
-        """The same, its numbers on the host."""
+        """Return the same guide with its numbers on the host."""
         return Guide.restore(self.linears, self.outputs, self.to_store())
 
     def to_store(self) -> dict[str, Tensor]:
-        """Its numbers by name, float64, each in memory of its own on the host; ``restore`` takes them."""
+        """Return its numbers by name, float64, each in memory of its own on the host; ``restore`` takes them."""
         return {name: getattr(self, name).cpu().clone(memory_format=torch.contiguous_format) for name in _NUMBERS}
 
     @classmethod
     def restore(cls, linears: Sequence[str], outputs: Sequence[int], numbers: Mapping[str, Tensor]) -> Guide:
-        """linears, outputs: as in the guide that was stored. Raises KeyError if one of the numbers is missing."""
+        """Build a guide from stored numbers. Raises KeyError if one of them is missing.
+
+        linears, outputs: as in the guide that was stored.
+        """
         return cls(tuple(linears), tuple(outputs), *(numbers[name] for name in _NUMBERS))
 
 
@@ -89,9 +108,17 @@ _NUMBERS = ("center", "spread", "slopes", "means", "lowest", "highest")
 def fit_guide(
     rows: Mapping[str, int], states: Sequence[Tensor], squares: Sequence[Mapping[str, Tensor]]
 ) -> Guide | None:
-    """states: in front of the block, [1, tokens, hidden] each, any float dtype; squares: beside each of them, by linear, the mean of its outputs' squared gradients, [tokens]
-    (``calibrate.gradients.listening``). rows: out_features of each linear. Tokens whose state or gradients are not finite are left out. None if no linear is in all of ``squares``, or less
-    than two tokens are left. Inputs are not modified; KeyError if ``rows`` lacks a linear.
+    """Fit a block's guide on a few windows.
+
+    Returns None if no linear is in all of ``squares``, or less than two tokens are left. Tokens whose state or
+    gradients are not finite are left out. Inputs are not modified.
+
+    rows: out_features of each linear.
+    states: in front of the block, [1, tokens, hidden] each, any float dtype.
+    squares: beside each of the states, by linear, the mean of its outputs' squared gradients, [tokens]
+        (``calibrate.gradients.listening``).
+
+    Raises KeyError if ``rows`` lacks a linear.
     """
     names = tuple(sorted(set.intersection(*(set(one) for one in squares))))
     if not names:
@@ -113,7 +140,13 @@ def fit_guide(
 
 
 def _believed(z: Tensor, y: Tensor, half: Tensor) -> Tensor:
-    """[linears, F]: of ``RIDGES``, or zeros, for each linear the first of ``RIDGES`` that, fitted on one half of the tokens, tells something of the other; zeros if none does. z: [tokens, F], y: [tokens, linears]."""
+    """Slopes [linears, F], cross-validated: the first of ``RIDGES`` that predicts something, or zeros.
+
+    For each linear it is fitted on one half of the tokens and must tell something of the other.
+
+    z: features [tokens, F].
+    y: log |g| minus its mean, [tokens, linears].
+    """
     missed = torch.zeros(len(RIDGES) + 1, y.shape[1], dtype=y.dtype, device=y.device)
     missed[-1] = y.square().sum(0)
     for mine in (half, ~half):
@@ -128,7 +161,7 @@ def _believed(z: Tensor, y: Tensor, half: Tensor) -> Tensor:
 
 
 def _ridge(z: Tensor, y: Tensor) -> Iterator[Tensor]:
-    """[F, linears] for each of ``RIDGES``: by the matrix of features or that of tokens, whichever is smaller."""
+    """Slopes [F, linears] for each of ``RIDGES``: by the matrix of features or that of tokens, whichever is smaller."""
     tall = len(z) >= z.shape[1]
     gram = z.t() @ z if tall else z @ z.t()
     for ridge in RIDGES:
@@ -138,13 +171,17 @@ def _ridge(z: Tensor, y: Tensor) -> Iterator[Tensor]:
 
 
 def _features(states: Tensor) -> Tensor:
-    """float64 [tokens, hidden + 1]: each state divided by its root mean square, and the logarithm of that."""
+    """Features of tokens, float64 [tokens, hidden + 1]: the state over its root mean square, and the log of that."""
     flat = states.flatten(0, -2).double()
     size = flat.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
     return torch.cat([flat / size, size.log()], 1)
 
 
 def bytes_to_fit(hidden: int, linears: int, tokens: int) -> int:
-    """What ``fit_guide`` takes: features five times, logarithms of gradients, the matrix of the regression thrice and all coefficients twice."""
+    """Predict the memory that ``fit_guide`` takes, in bytes.
+
+    Features five times, logarithms of gradients, the matrix of the regression thrice and all coefficients twice.
+    """
     features, smaller = hidden + 1, min(hidden + 1, tokens)
-    return 8 * (5 * tokens * features + 6 * tokens * linears + 3 * smaller * smaller + 2 * (len(RIDGES) + 1) * features * linears)  # fmt: skip
+    coefficients = (len(RIDGES) + 1) * features * linears
+    return 8 * (5 * tokens * features + 6 * tokens * linears + 3 * smaller * smaller + 2 * coefficients)

@@ -1,15 +1,18 @@
-"""Rounding without a text: importance from random tokens, channels scaled by it, ranges searched, scales fitted.
+"""HQQ: round without text. Channels scaled by importance from random tokens, ranges searched, scales fitted.
 
 Three steps, of which none reads data:
 
-* The model runs on a few hundred tokens drawn at random from its vocabulary. What that tells of correlations is of no use, but the size of each
-  input channel, ``r_j = rms(x_j)``, is nearly that of real text: it is decided by norms and weights.
-* Where channels can be scaled (``quantkit.model.folds``), by ``s_j = r_j ** a``: AWQ's equation 5 (Lin et al., arXiv 2306.00978) with three values
-  of a, of which the one with the smallest ``sum_j r_j**2 e_j**2`` of plain rounding is kept.
-* Each group starts from the half-quadratic solution (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023):
-  with the shrinking operator of the l_p norm, p = 1/2, outliers leave the residual and the zero point is the mean of what remains. It is
-  then rounded, since zeros are integers here (symmetric schemes have none: more ranges are tried). Of that and
-  some shrunken ranges the one with the smallest ``sum_j r_j**2 e_j**2`` is kept, and its scale is fitted to its codes by least squares.
+* The model runs on a few hundred tokens drawn at random from its vocabulary. What that tells of correlations is of no
+  use, but the size of each input channel, ``r_j = rms(x_j)``, is nearly that of real text: it is decided by norms and
+  weights.
+* Where channels can be scaled (``quantkit.model.folds``), by ``s_j = r_j ** a``: AWQ's equation 5 (Lin et al., arXiv
+  2306.00978) with three values of a, of which the one with the smallest ``sum_j r_j**2 e_j**2`` of plain rounding is
+  kept.
+* Each group starts from the half-quadratic solution (Badri and Shaji, "Half-Quadratic Quantization of Large Machine
+  Learning Models", 2023): with the shrinking operator of the l_p norm, p = 1/2, outliers leave the residual and the
+  zero point is the mean of what remains. It is then rounded, since zeros are integers here (symmetric schemes have
+  none: more ranges are tried). Of that and some shrunken ranges the one with the smallest ``sum_j r_j**2 e_j**2`` is
+  kept, and its scale is fitted to its codes by least squares.
 """
 
 from __future__ import annotations
@@ -28,10 +31,8 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 
-EXPONENTS = (
-    0.5,
-    0.25,
-)  # tried beside no factors at all: with groups of 64 the first is best, in whole rows of 8 bits factors do harm
+# tried beside no factors at all: with groups of 64 the first is best, in whole rows of 8 bits factors do harm
+EXPONENTS = (0.5, 0.25)
 FLOOR = 1e-2  # of the channels' mean size: beneath it a channel is not scaled down further
 SHRINKS = (1.0, 0.94, 0.88)
 # Without a zero there is no half-quadratic start, and nothing else finds the narrow range that few bits need.
@@ -42,9 +43,9 @@ _ELEMENTS = 1 << 18  # weights in work at a time on a CPU: the temporaries stay 
 
 
 def search_channel_factors(consumers: Sequence[Consumer], channels: int, realise: Realise = lambda s: s) -> Tensor:
-    """The best of a few ``channel_factors`` and of none (all ones), float32 ``[channels]``. Only the Hessians' diagonals are read.
+    """Choose the best of a few ``channel_factors`` and of none (all ones), float32 ``[channels]``.
 
-    Raises NumericsError if the inputs are not finite.
+    Only the Hessians' diagonals are read. Raises NumericsError if the inputs are not finite.
     """
     size = input_size(consumers, channels)
     if not bool(torch.isfinite(size).all()):
@@ -66,7 +67,10 @@ def _weighted_loss(consumers: Sequence[Consumer], factors: Tensor) -> float:
 
 
 def channel_factors(size: Tensor, exponent: float) -> Tensor:
-    """``size ** exponent`` with geometric mean 1, float32 ``[channels]``. size: root mean square of each channel."""
+    """Compute ``size ** exponent`` with geometric mean 1, float32 ``[channels]``.
+
+    size: root mean square of each channel.
+    """
     size = size.float()
     log = exponent * (size + FLOOR * size.mean() + 1e-30).log()
     return (log - log.mean()).exp().clamp(1 / LARGEST_FACTOR, LARGEST_FACTOR)
@@ -75,8 +79,12 @@ def channel_factors(size: Tensor, exponent: float) -> Tensor:
 def hqq(weight: Tensor, scheme: Scheme, scales: Scales = "search", importance: Tensor | None = None) -> Solution:
     """Round ``weight`` [out, in], already scaled, for a small ``sum_j importance_j * e_j**2``.
 
-    importance: mean square of each input, float ``[in]``; None, or nothing but zeros: all alike. Raises NumericsError if it is not finite. ``scales="minmax"`` takes the extremes. Never worse by that sum
-    than rounding with the extremes. Rows do not influence one another.
+    Never worse by that sum than rounding with the extremes. Rows do not influence one another.
+
+    scales: "minmax" takes the extremes.
+    importance: mean square of each input, float ``[in]``; None, or nothing but zeros: all alike.
+
+    Raises NumericsError if the importance is not finite.
     """
     gain = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.float()
     if not bool(torch.isfinite(gain).all()):
@@ -104,7 +112,10 @@ class _Params:
 
 
 class _Groups:
-    """Some rows' groups, ``[rows, groups, width]``, and the best scale and zero of each so far. gain: ``[1, groups, width]``."""
+    """Some rows' groups, ``[rows, groups, width]``, and the best scale and zero point of each so far.
+
+    gain: importance of each input, ``[1, groups, width]``.
+    """
 
     def __init__(self, groups: Tensor, gain: Tensor, scheme: Scheme) -> None:
         self.groups, self.gain, self.scheme = groups, gain, scheme
@@ -113,7 +124,7 @@ class _Groups:
         self.error = self._error(self._codes(self.found), self.found)
 
     def best(self) -> _Params:
-        """Scale and zero with the smallest weighted squared error of those tried."""
+        """Return the scale and zero point with the smallest weighted squared error of those tried."""
         for shrink in (SYMMETRIC_SHRINKS if self.scheme.symmetric else SHRINKS)[1:]:
             self._try(_Params(*affine.params_from_range(self.low * shrink, self.high * shrink, self.scheme)))
         if not self.scheme.symmetric:
@@ -146,7 +157,7 @@ class _Groups:
             self.found.zero = torch.where(better, params.zero, self.found.zero)
 
     def _half_quadratic(self) -> _Params:
-        """Scale of the extremes, zero point by half-quadratic splitting, rounded; then the scale that fits its codes."""
+        """Scale of the extremes, zero point by half-quadratic splitting, rounded; then the scale fitted to codes."""
         top = self.scheme.levels - 1
         scale = affine.store_scale((self.high - self.low) / top, self.scheme)
         step = scale.float().unsqueeze(-1)

@@ -1,13 +1,14 @@
-"""The KV cache in calibration: static scales per channel, and what a cache gives back for keys and values.
+"""Calibrate the KV cache: static scales per channel, and the keys and values that a cache gives back.
 
-Static scales are chosen on a bounded sample of tokens, channel by channel, for the least squared error (``fit_range``): each channel is a
-number line of its own, and the weight that attention gives a channel is the same for all ranges tried on it. With 8 bits the range is
-that of every token seen: what would be gained by clipping is less than what one clipped token may lose. Keys come after rotary, as
-the cache sees them; values are rotated by the Hadamard matrix first, as the pages hold them. Tokens that the cache keeps exact
-(the first ones of a sequence, which are unlike all others) are left out.
+Static scales are chosen on a bounded sample of tokens, channel by channel, for the least squared error (``fit_range``):
+each channel is a number line of its own, and the weight that attention gives a channel is the same for all ranges tried
+on it. With 8 bits the range is that of every token seen: what would be gained by clipping is less than what one clipped
+token may lose. Keys come after rotary, as the cache sees them; values are rotated by the Hadamard matrix first, as the
+pages hold them. Tokens that the cache keeps exact (the first ones of a sequence, which are unlike all others) are left
+out.
 
-fp8: one scale for all keys of a layer and one for all values, the largest magnitude / 448, of all tokens: vLLM and SGLang, which read these
-scales, keep no token exact.
+fp8: one scale for all keys of a layer and one for all values, the largest magnitude / 448, of all tokens: vLLM and
+SGLang, which read these scales, keep no token exact.
 """
 
 from __future__ import annotations
@@ -45,15 +46,22 @@ Range = tuple[Tensor, Tensor]  # scale and low, float32 [kv_heads, head_dim]
 
 @dataclass(frozen=True, slots=True)
 class LayerRanges:
-    """What calibration knows of one layer's cache: ranges by bits, and what each width costs (``convert`` with a budget, else empty)."""
+    """What calibration measured of one layer's cache.
+
+    keys, values: range of every channel, by bits.
+    key_sensitivity, value_sensitivity: what each width costs, by bits (``convert`` with a budget, else empty).
+    """
 
     keys: dict[int, Range]
     values: dict[int, Range]
-    key_damage: dict[int, float] = field(default_factory=dict)
-    value_damage: dict[int, float] = field(default_factory=dict)
+    key_sensitivity: dict[int, float] = field(default_factory=dict)
+    value_sensitivity: dict[int, float] = field(default_factory=dict)
 
     def scales(self, scheme: KVScheme) -> LayerScales:
-        """For one choice of bits. A side of 16 bits has no scales: 1 and 0 stand there, which nothing reads."""
+        """Return the scales for one choice of bits.
+
+        A side of 16 bits has no scales: 1 and 0 stand there, which nothing reads.
+        """
         sides = [self._side(self.keys, scheme.keys), self._side(self.values, scheme.values)]
         return LayerScales(*sides[0], *sides[1])
 
@@ -67,8 +75,10 @@ class LayerRanges:
 class KVObserver:
     """Statistics of one layer: the extreme values of every channel and a uniform random sample of tokens.
 
-    first: tokens at the beginning of each sequence that are left out. Memory is bounded by ``sample_tokens``
-    (2 x kv_heads x sample_tokens x head_dim floats), however much is added. The same seed and the same calls give the same sample.
+    Memory is bounded by ``sample_tokens`` (2 x kv_heads x sample_tokens x head_dim floats), however much is added. The
+    same seed and the same calls give the same sample.
+
+    first: tokens at the beginning of each sequence that are left out.
     """
 
     def __init__(self, first: int = FIRST_EXACT, sample_tokens: int = SAMPLE_TOKENS, seed: int = 0) -> None:
@@ -80,9 +90,9 @@ class KVObserver:
         self._sides: list[_Side] = []
 
     def add(self, k: Tensor, v: Tensor) -> None:
-        """k, v: float ``[batch, kv_heads, tokens, head_dim]`` from the beginning of sequences, keys after rotary.
+        """Add keys and values; tokens with NaN or inf are left out.
 
-        Tokens with NaN or inf are left out.
+        k, v: float ``[batch, kv_heads, tokens, head_dim]`` from the beginning of sequences, keys after rotary.
         """
         if k.shape != v.shape or k.dim() != 4:
             raise NumericsError(
@@ -111,19 +121,20 @@ class KVObserver:
         self.tokens += count
 
     def ranges(self, schemes: Collection[KVScheme]) -> LayerRanges:
-        """Ranges for every width of keys and of values in ``schemes``, all of them fp8 or none.
+        """Choose ranges for every width of keys and of values in ``schemes``, all of them fp8 or none.
 
         Raises RequestError if nothing was added, NumericsError if more than a tenth of it was not finite.
         """
         if not self.tokens:
             raise RequestError(
-                f"no keys and values to calibrate were observed: the calibration windows have no more than the {self.first} tokens "
-                "that stay exact. Use a longer --seq-len."
+                "no keys and values to calibrate were observed: the calibration windows have no more than the"
+                f" {self.first} tokens that stay exact. Use a longer --seq-len."
             )
         if self.dropped > NON_FINITE_LIMIT * (self.tokens + self.dropped):
             raise NumericsError(
-                f"{self.dropped} of {self.tokens + self.dropped} calibration tokens have NaN or infinite keys or values; no "
-                "cache scale can be calibrated from them. Check the model with `quantkit eval`, or use --kv-bits 16."
+                f"{self.dropped} of {self.tokens + self.dropped} calibration tokens have NaN or infinite keys or"
+                " values; no cache scale can be calibrated from them. Check the model with `quantkit eval`, or use"
+                " --kv-bits 16."
             )
         keys, values = self._sides
         if any(scheme.scales == "fp8" for scheme in schemes):
@@ -135,7 +146,10 @@ class KVObserver:
 
 
 class _Side:
-    """Keys or values: extremes ``[kv_heads, head_dim]`` and a sample ``[kv_heads, tokens, head_dim]``. turned: by Hadamard."""
+    """Keys or values: extremes ``[kv_heads, head_dim]`` and a sample ``[kv_heads, tokens, head_dim]``.
+
+    turned: by Hadamard.
+    """
 
     def __init__(self, turned: bool) -> None:
         self.turned = turned
@@ -145,12 +159,15 @@ class _Side:
         self.largest = 0.0
 
     def see(self, x: Tensor) -> None:
-        """Every token, before any is left out: fp8 caches of other engines keep none exact."""
+        """Track the largest magnitude before any token is left out: other engines' fp8 caches keep none exact."""
         if x.numel():
             self.largest = max(self.largest, float(x.abs().amax()))
 
     def add(self, x: Tensor, keep: Tensor, before: int) -> None:
-        """x: ``[kv_heads, tokens, head_dim]``. keep: indices into the sample of ``before`` tokens with x behind it."""
+        """Add x ``[kv_heads, tokens, head_dim]``.
+
+        keep: indices into the sample of ``before`` tokens with x behind it.
+        """
         x = rotate(x) if self.turned else x
         low, high = x.amin(1).cpu(), x.amax(1).cpu()
         new = x[:, (keep[keep >= before] - before).to(x.device)].cpu()
@@ -171,15 +188,17 @@ class _Side:
 
 
 def full_range(low: Tensor, high: Tensor, bits: int) -> Range:
-    """The range whose ends are codes: scale and low."""
+    """Return the range whose ends are codes: scale and low."""
     return ((high - low) / ((1 << bits) - 1)).clamp(min=SMALLEST), low.clone()
 
 
 def fit_range(x: Tensor, bits: int) -> Range:
-    """Scale and low of groups along the last dimension, for a small squared error; never worse there than the full range.
+    """Fit scale and low of groups along the last dimension for a small squared error; never worse than the full range.
 
-    x: float32 ``[..., n]`` -> ``[...]`` each. First both ends are pulled towards the mean together, as far as that helps; then range
-    and codes are fitted to each other in turn (the range by least squares for fixed codes: Lloyd's method, IEEE Trans. Inf. Theory 28, 1982, with
+    x: float32 ``[..., n]`` -> ``[...]`` each.
+
+    First both ends are pulled towards the mean together, as far as that helps; then range and codes are fitted to each
+    other in turn (the range by least squares for fixed codes: Lloyd's method, IEEE Trans. Inf. Theory 28, 1982, with
     levels that stay evenly spaced), which can only lower the error.
     """
     centre, low, high = x.mean(-1), x.amin(-1), x.amax(-1)
@@ -214,10 +233,13 @@ def _error(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
 def as_cached(
     k: Tensor, v: Tensor, scheme: KVScheme, static: LayerScales | None = None, behind: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Whole sequences as the cache gives them to the query with ``behind`` tokens after it, which is itself the newest of ``recent``: it has
-    position ``n = tokens - 1 - behind``; pages that end at or before ``n + 1 - recent`` are rounded, the rest is exact.
+    """Round whole sequences as the cache gives them to the query with ``behind`` tokens after it.
 
-    k, v: float ``[batch, kv_heads, tokens, head_dim]``, unpadded; results of their dtypes. static: scales of a scheme that is not online.
+    The query is itself the newest of ``recent``: it has position ``n = tokens - 1 - behind``; pages that end at or
+    before ``n + 1 - recent`` are rounded, the rest is exact.
+
+    k, v: float ``[batch, kv_heads, tokens, head_dim]``, unpadded; results of their dtypes.
+    static: scales of a scheme that is not online.
     """
     end = max(0, k.shape[2] - behind - scheme.recent) // PAGE_TOKENS * PAGE_TOKENS
     if not end:

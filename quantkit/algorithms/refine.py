@@ -1,13 +1,14 @@
 """Refine a rounding: coordinate descent over the codes, then the best scales for the codes.
 
-Both lower the same loss ``tr(D H Dᵀ)`` of the error ``D = W - Q`` and neither can raise it. GPTQ visits every column once and its first
-decisions know nothing of the later ones; here each code is chosen again given all others. The closed form of a code is that of
-Gauss-Seidel (Behdin et al., QuantEase, arXiv 2309.01885, equation 7): the best weight in column j given the rest of its row,
+Both lower the same loss ``tr(D H Dᵀ)`` of the error ``D = W - Q`` and neither can raise it. GPTQ visits every column
+once and its first decisions know nothing of the later ones; here each code is chosen again given all others. The closed
+form of a code is that of Gauss-Seidel (Behdin et al., QuantEase, arXiv 2309.01885, equation 7): the best weight in
+column j given the rest of its row,
 
     w_j + sum over k != j of D_k H_kj / H_jj,
 
-rounded to the grid. Of the scales, with the codes C fixed, a row's loss is quadratic: its groups' scales solve ``A s = b`` with
-``A_gh = c_g H_gh c_hᵀ`` and ``b_g = c_g (H wᵀ)_g``.
+rounded to the grid. Of the scales, with the codes C fixed, a row's loss is quadratic: its groups' scales solve
+``A s = b`` with ``A_gh = c_g H_gh c_hᵀ`` and ``b_g = c_g (H wᵀ)_g``.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from quantkit.core.scheme import Scheme
 BLOCK = 128  # columns whose gradients are brought up to date together
 _ELEMENTS = 1 << 21  # weights in work at a time on a CPU: about nine times as many floats are alive
 _ELEMENTS_GPU = 1 << 25
-REACH = (
-    2.0  # a scale may change by this factor at most: beyond it the equations are ill-conditioned, not the range wrong
-)
+# a scale may change by this factor at most: beyond it the equations are ill-conditioned, not the range wrong
+REACH = 2.0
 
 
 Descent = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
@@ -33,13 +33,15 @@ Descent = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]
 
 def refine(
     weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, hessian: Tensor,
-    sweeps: int = 2, refit: bool = True, descent: Descent | None = None,
+    *, sweeps: int = 2, refit: bool = True, descent: Descent | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Better codes (uint8 ``[out, in]``) and scales (``[out, groups]``, storage dtype) for float ``weight`` [out, in].
+    """Improve codes (uint8 ``[out, in]``) and scales (``[out, groups]``, storage dtype) for float ``weight`` [out, in].
 
-    hessian: ``[in, in]``, positive diagonal (damped). Each sweep visits every column once and then fits the scales, if ``refit``. A row whose
-    loss did not fall keeps what it had, so the result is never worse. Rows do not influence one another. Nothing is modified. descent: instead of
-    ``descend_columns``.
+    Each sweep visits every column once and then fits the scales, if ``refit``. A row whose loss did not fall keeps what
+    it had, so the result is never worse. Rows do not influence one another. Nothing is modified.
+
+    hessian: ``[in, in]``, positive diagonal (damped).
+    descent: instead of ``descend_columns``.
     """
     h = hessian.float()
     size = _ELEMENTS if weight.device.type == "cpu" else _ELEMENTS_GPU
@@ -61,7 +63,10 @@ def descend(
     weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor,
     descent: Descent | None = None,
 ) -> Tensor:  # fmt: skip
-    """One sweep over the columns, from left to right: uint8 ``[out, in]``. h: float32 ``[in, in]``. Works on the transpose, as GPTQ does."""
+    """Choose every code again in one sweep over the columns, from left to right: uint8 ``[out, in]``.
+
+    h: float32 ``[in, in]``. Works on the transpose, as GPTQ does.
+    """
     width = weight.shape[1]
     target = weight.t().contiguous()
     step = affine.expand_groups(scales.float(), width, scheme).t().contiguous()
@@ -82,11 +87,17 @@ def descend(
 def descend_columns(
     target: Tensor, error: Tensor, found: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int
 ) -> None:
-    """One block of columns: choose each code again, and tell the block's later columns.
+    """Choose each code of one block of columns again, and tell the block's later columns.
 
-    All float32 ``[columns, out]``: target, the weights; error, what they lack, and found, their codes, both changed in place; step, offset: scale
-    and zero of each; pull: the gradient's half, ``(D H)_j``, of the columns as they stand, overwritten. own: ``[columns, columns]``, H's block
-    on its diagonal. top: the largest code.
+    All are float32 ``[columns, out]`` but ``own``.
+
+    target: the weights.
+    error: what they lack, changed in place.
+    found: their codes, changed in place.
+    step, offset: scale and zero point of each.
+    own: ``[columns, columns]``, H's block on its diagonal.
+    pull: the gradient's half, ``(D H)_j``, of the columns as they stand, overwritten.
+    top: the largest code.
     """
     for j in range(len(target)):
         best = target[j] - error[j] + pull[j] / own[j, j]
@@ -100,10 +111,10 @@ def descend_columns(
 def fit_scales(
     weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor
 ) -> Tensor:
-    """The scales with the smallest loss for these codes, rounded to their storage dtype: ``[out, groups]``.
+    """Solve for the scales with the smallest loss for these codes, rounded to their storage dtype: ``[out, groups]``.
 
-    All scales of a row are solved for together. A scale that would change sign, or by more than REACH, stays; so does the smallest there is,
-    which groups of zeros have.
+    All scales of a row are solved for together. A scale that would change sign, or by more than REACH, stays; so does
+    the smallest there is, which groups of zeros have.
     """
     rows, in_features = weight.shape
     width, groups = scheme.width(in_features), scheme.groups(in_features)
@@ -117,7 +128,8 @@ def fit_scales(
         left[:, :, g] = affine.split_groups((steps[:, columns] @ h[columns]).mul_(steps), scheme).sum(-1)
     right = affine.split_groups((weight @ h).mul_(steps), scheme).sum(-1).double()
     held = scales.double()
-    # towards the scales that are there: a group of zeros only, or two that act alike, would leave the equations singular
+    # towards the scales that are there: a group of zeros only, or two that act alike, would leave the equations
+    # singular
     ridge = 1e-6 * left.diagonal(dim1=1, dim2=2).mean(1)[:, None] + 1e-30
     left.diagonal(dim1=1, dim2=2).add_(ridge)
     solved = torch.linalg.solve(left, right + ridge * held)
@@ -128,7 +140,7 @@ def fit_scales(
 def row_losses(
     weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor
 ) -> Tensor:
-    """``d H dᵀ`` of every row's error d: ``[out]``."""
+    """Compute ``d H dᵀ`` of every row's error d: ``[out]``."""
     error = weight - affine.dequantize(codes, scales, zeros, scheme)
     return ((error @ h) * error).sum(1)
 

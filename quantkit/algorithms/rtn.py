@@ -1,4 +1,7 @@
-"""RTN: round to nearest (Jacob et al., arXiv 1712.05877, equation 1, per group). Scales from the extremes (min-max) or searched for the smallest squared error; no data needed."""
+"""RTN: round to nearest (Jacob et al., arXiv 1712.05877, equation 1, per group).
+
+Scales come from the extremes (min-max) or are searched for the smallest squared error; no data needed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from quantkit.core.scheme import Scheme
 
 
 def rtn(weight: Tensor, scheme: Scheme, scales: Scales = "minmax", importance: Tensor | None = None) -> Solution:
-    """weight [out, in], any float dtype -> uint8 codes, scales in the scheme's dtype, int16 zeros (None if symmetric). importance: see ``affine.searched_params``. Inputs are not modified.
+    """Round weight [out, in], any float dtype, to the nearest codes. Inputs are not modified.
+
+    importance: see ``affine.searched_params``.
+    Returns uint8 codes, scales in the scheme's dtype, int16 zeros (None if symmetric).
 
     Raises NumericsError if a scale overflows its dtype.
     """

@@ -1,12 +1,12 @@
-"""SmoothQuant: move outliers of the activations into the weights before both are rounded (Xiao et al., arXiv 2211.10438).
+"""SmoothQuant: move outliers of the activations into the weights before rounding (Xiao et al., arXiv 2211.10438).
 
 Channel j of an input, whose largest entry over the calibration text is ``max|X_j|``, is divided by equation 4's factor
 
     s_j = max|X_j|**alpha / max|W_j|**(1 - alpha)
 
-and column j of every weight that reads it is multiplied by it. alpha is the paper's 0.5. Beyond the paper, which smooths what follows
-a norm, every accepted fold (``quantkit.model.folds``) is done, linear to linear too: the rows of a producer are divided, which its
-scales per row absorb without any rounding.
+and column j of every weight that reads it is multiplied by it. alpha is the paper's 0.5. Beyond the paper, which
+smooths what follows a norm, every accepted fold (``quantkit.model.folds``) is done, linear to linear too: the rows of a
+producer are divided, which its scales per row absorb without any rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ ALPHA = 0.5
 
 @dataclass(frozen=True)
 class Reader:
-    """A weight that reads a fold. inputs: largest |x| per column; weights: largest |w| per column; both float ``[in]``.
+    """A weight that reads a fold.
 
+    inputs: largest |x| per column, float ``[in]``.
+    weights: largest |w| per column, float ``[in]``.
     channels: the fold's channel in each column, int64 ``[in]``.
     """
 
@@ -33,10 +35,10 @@ class Reader:
 
 
 def smooth_factors(readers: Sequence[Reader], channels: int, alpha: float = ALPHA) -> Tensor:
-    """Equation 4 over everything that reads the fold: float32 ``[channels]``, geometric mean 1.
+    """Compute equation 4 over everything that reads the fold: float32 ``[channels]``, geometric mean 1.
 
-    A factor common to all channels changes neither rounding (both scales absorb it), so the mean is taken out: norms and
-    weights keep the size they had. A channel that is never used, by text or weights, keeps factor 1.
+    A factor common to all channels changes neither rounding (both scales absorb it), so the mean is taken out: norms
+    and weights keep the size they had. A channel that is never used, by text or weights, keeps factor 1.
     """
     inputs, weights = torch.zeros(2, channels, device=readers[0].inputs.device)
     for reader in readers:

@@ -1,14 +1,17 @@
-"""Learned rounding: codes and scales of one block, moved together until its output is that of the original block.
+"""Learn rounding: codes and scales of one block move together until its output is that of the original block.
 
-GPTQ and AWQ lower the error of each linear. Here it is the error of a whole block, each channel of its output weighted by what it means to
-the model's (after BRECQ, section 3.3, where every element of every sample has a weight of its own): a weight's code is that of a latent number, which gradients
-may move so that it rounds the other way (AdaRound, Nagel et al., arXiv 2004.10568; of whole blocks: BRECQ, arXiv 2102.05426). Gradients pass the rounding
-as if it were not there, and only their signs count, at a rate that falls to 0 linearly (SignRound, Cheng et al., arXiv 2309.05516, equations
-3 to 5). Scales are learned beside them, as factors, by Adam (TesseraQ, Li et al., arXiv 2410.19103, section 3.3).
+GPTQ and AWQ lower the error of each linear. Here it is the error of a whole block, each channel of its output weighted
+by its importance to the model's output (after BRECQ, section 3.3, where every element of every sample has a weight of
+its own): a weight's code is that of a latent number, which gradients may move so that it rounds the other way
+(AdaRound, Nagel et al., arXiv 2004.10568; of whole blocks: BRECQ, arXiv 2102.05426). Gradients pass the rounding as if
+it were not there, and only their signs count, at a rate that falls to 0 linearly (SignRound, Cheng et al., arXiv
+2309.05516, equations 3 to 5). Scales are learned beside them, as factors, by Adam (TesseraQ, Li et al., arXiv
+2410.19103, section 3.3).
 
-Unlike in SignRound, the start is not rounding to the nearest: latent numbers start in the cells of the codes that another algorithm chose, as
-near to the weight as those allow, and a scale that changes takes its codes along. Zeros stay. Codes are whole and scales rounded to their
-stored dtype in every step, so what is measured is what will be written.
+Unlike in SignRound, the start is not rounding to the nearest: latent numbers start in the cells of the codes that
+another algorithm chose, as near to the weight as those allow, and a scale that changes takes its codes along. Zeros
+stay. Codes are whole and scales rounded to their stored dtype in every step, so what is measured is what will be
+written.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
-"""The linears' weights by name, inputs ``[1, tokens, hidden]`` -> the block's output, of the same shape; records for gradients."""
+"""The linears' weights by name, inputs ``[1, tokens, hidden]`` -> the block's output, of the same shape.
+
+Records for gradients.
+"""
 
 INSIDE = 0.499  # of a step around its code: where a latent number may start
 DECAYS = (0.9, 0.99)  # Adam's
@@ -32,10 +38,13 @@ DECAYS = (0.9, 0.99)  # Adam's
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """steps: of ``windows`` windows each, drawn without repetition until all had their turn. held: one window of so many is never learned from.
+    """How codes and scales learn.
 
-    reach: how far a latent number may move, in codes; signs that always agree get it there. scale_rate: Adam's, of the logarithm of scales,
-    falling to 0. checks: how often the windows held back are looked at.
+    steps: of ``windows`` windows each, drawn without repetition until all had their turn.
+    held: one window of so many is never learned from.
+    reach: how far a latent number may move, in codes; signs that always agree get it there.
+    scale_rate: Adam's, of the logarithm of scales, falling to 0.
+    checks: how often the windows held back are evaluated.
     """
 
     steps: int = 60
@@ -49,9 +58,12 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """quantized: by name. before, after: error on the windows held back (``block_error``), of the start and of the result.
+    """The block's quantized linears, and how learning went.
 
-    step: after how many steps the result stood; 0 is the start. trouble: why learning did not take place or ended early, or None.
+    quantized: by name.
+    before, after: error on the windows held back (``block_error``), of the start and of the result.
+    step: after how many steps the result stood; 0 is the start.
+    trouble: why learning did not take place or ended early, or None.
     """
 
     quantized: dict[str, QuantTensor]
@@ -62,19 +74,18 @@ class Tuned:
 
 
 def tune(
-    forward: Forward,
-    weights: Mapping[str, Tensor],
-    start: Mapping[str, QuantTensor],
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    options: TuneOptions | None = None,
+    forward: Forward, weights: Mapping[str, Tensor], start: Mapping[str, QuantTensor],
+    inputs: Sequence[Tensor], targets: Sequence[Tensor], options: TuneOptions | None = None,
     channels: Tensor | float = 1.0,
-) -> Tuned:
-    """Learn codes and scales of a block's linears for a small ``block_error``; never worse than ``start`` on the windows held back.
+) -> Tuned:  # fmt: skip
+    """Learn codes and scales of a block's linears for a small ``block_error``.
 
-    weights: float32 [out, in], what the linears would compute with unrounded. inputs, targets: per window, float32 [1, tokens, hidden], anywhere. Windows that are
-    not finite are left out. channels: float32 [hidden] where the weights are, what an error in each channel of the output counts. Deterministic where ``forward`` is. Besides what ``forward`` takes for one window, memory is about
-    ``COPIES`` float32 numbers per weight.
+    Never worse than ``start`` on the windows held back. Deterministic where ``forward`` is. Besides what ``forward``
+    takes for one window, memory is about ``COPIES`` float32 numbers per weight.
+
+    weights: float32 [out, in], what the linears would compute with unrounded.
+    inputs, targets: per window, float32 [1, tokens, hidden], on any device. Windows that are not finite are left out.
+    channels: channel importance, float32 [hidden] where the weights are: what an error in each output channel counts.
     """
     options = options or TuneOptions()
     usable = [i for i, pair in enumerate(zip(inputs, targets, strict=True)) if all(_finite(x) for x in pair)]
@@ -113,13 +124,16 @@ def tune(
     return Tuned(best, before, after, at)
 
 
-COPIES = (
-    9  # origin, shift, rounded, its gradient and its step at work; codes and the best ones; the start's; temporaries
-)
+# origin, shift, rounded, its gradient and its step at work; codes and the best ones; the start's; temporaries
+COPIES = 9
 
 
 def block_error(output: Tensor, target: Tensor, channels: Tensor | float = 1.0) -> Tensor:
-    """Squared error of each token's output, weighted by channel, relative to its target's size; mean over tokens: a few tokens with huge entries count no more than others."""
+    """Compute the squared error of each token's output relative to its target's size, mean over tokens.
+
+    channels: channel importance, by which the error is weighted. Being relative, a few tokens with huge entries count
+        no more than others.
+    """
     size = target.square().sum(-1)  # not weighted: it is what the next norm divides by
     return (((output - target).square() * channels).sum(-1) / size.clamp(min=1e-30)).mean()
 
@@ -174,7 +188,11 @@ class _Latent:
         return QuantTensor(codes, scales, self.start.zeros, self.scheme)
 
     def learn(self, gradient: Tensor, now: QuantTensor, step: int, options: TuneOptions) -> None:
-        """gradient: of the dequantized ``now``. Of a latent number it has the same sign, for a step of the scale is positive."""
+        """Move latent numbers and scales one step.
+
+        gradient: of the dequantized ``now``. Of a latent number it has the same sign, for a step of the scale is
+            positive.
+        """
         left = 1 - (step - 1) / options.steps
         rate = 2 * options.reach / (options.steps + 1) * left  # all rates add up to ``reach``
         self.shift.sub_(gradient.sign(), alpha=rate).clamp_(-options.reach, options.reach)

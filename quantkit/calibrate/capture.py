@@ -1,4 +1,4 @@
-"""Run one block over all stored states: observe its linears' inputs (and keys and values), or advance the states."""
+"""Run one block over all hidden states: observe its linears' inputs (and keys and values), or advance the states."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibrate.products import model_runs
+from quantkit.calibrate.matmul_precision import model_runs
 from quantkit.calibrate.stats import Hessian
 from quantkit.calibrate.transfer import Shuttle
 from quantkit.core.precision import exact_products
 from quantkit.errors import UnsupportedModel
 from quantkit.model.experts import expert_linears
-from quantkit.model.stepper import Call, run_block
+from quantkit.model.stepper import BlockArguments, run_block
 
 
 class KeyValueSink(Protocol):
@@ -26,7 +26,7 @@ class KeyValueSink(Protocol):
 
 
 class TokenWeights(Protocol):
-    """Says how much each token counts (``algorithms.guide.Guide``)."""
+    """Predicts token importance (``algorithms.guide.Guide``)."""
 
     def weights(self, groups: Sequence[Sequence[str]], states: Tensor) -> list[Tensor | None]: ...
 
@@ -36,7 +36,7 @@ class _Done(Exception):
 
 
 class _ObservingCache:
-    """Stands in for the KV cache: hands keys and values on, unchanged (the seam is ``Cache.update`` of transformers)."""
+    """Stand in for the KV cache: hand keys and values on, unchanged (the seam is ``Cache.update`` of transformers)."""
 
     def __init__(self, sink: KeyValueSink) -> None:
         self.sink = sink
@@ -53,33 +53,27 @@ class _ObservingCache:
 def observe(
     block: nn.Module,
     states: Sequence[Tensor],
-    call: Call,
+    call: BlockArguments,
     groups: Sequence[tuple[str, ...]],
     kv: KeyValueSink | None = None,
     exact: Sequence[Tensor] = (),
     cross: bool = True,
     guide: TokenWeights | None = None,
 ) -> list[Hessian]:
-    """One Hessian per input group, over all states ([batch, tokens, hidden] each, on the host). kv: also observe keys and values.
+    """Collect one Hessian per input group, over all states ([batch, tokens, hidden] each, on the host).
 
-    exact: the original model's states beside ``states``, advanced in place: the block still has its original weights, and the Hessians get
-    their ``cross`` (unless that is False), but for experts, which other tokens reach in the original model. guide: how much each token counts, at the inputs of the
-    linears it knows. Runs, and keeps the statistics, on the device that the block is on; ``call`` must be there too.
+    Runs, and keeps the statistics, on the device that the block is on; ``call`` must be there too.
+
+    kv: also observe keys and values.
+    exact: the original model's states beside ``states``, advanced in place: the block still has its original weights.
+    cross: collect ``Hessian.cross`` from ``exact``, but for experts, which other tokens reach in the original model.
+    guide: token importance, at the inputs of the linears it knows.
     """
     device = device_of(block)
     firsts = [block.get_submodule(names[0]) for names in groups]
-    hessians = [Hessian(linear.in_features, device) for linear in firsts]  # type: ignore[arg-type]
     cache = _ObservingCache(kv) if kv is not None else None
-    seen: set[int] = set()
-    beside: dict[int, Tensor] = {}
-    counts: dict[int, Tensor | None] = {}
-
-    def see(index: int, x: Tensor) -> None:
-        hessians[index].add(x, beside.pop(index, None), counts.get(index))
-        seen.add(index)
-        if len(seen) == len(groups) and (cache is None or cache.called):
-            raise _Done
-
+    hessians = [Hessian(linear.in_features, device) for linear in firsts]  # type: ignore[arg-type]
+    observer = _Observer(hessians, cache)
     of_experts = expert_linears(block)
     paired = {i: linear for i, linear in enumerate(firsts) if cross and groups[i][0] not in of_experts}
     usual = call if cache is None else with_cache(block, call, cache)
@@ -87,21 +81,45 @@ def observe(
     ahead = originals.arriving()
     with model_runs(device):
         for index, hidden in enumerate(Shuttle(states, device).arriving()):
-            seen.clear()
-            if guide is not None:
-                counts = dict(enumerate(guide.weights(groups, hidden)))
-            if cache is not None:
-                cache.called = False
+            observer.restart([] if guide is None else guide.weights(groups, hidden))
             if exact:
-                with _tapped(paired, lambda i, x: beside.update({i: x.clone()})):
+                with _tapped(paired, observer.see_original):
                     originals.leave(index, run_block(block, next(ahead), call))
             if groups or cache is not None:
-                with _tapped(dict(enumerate(firsts)), see), contextlib.suppress(_Done):
+                with _tapped(dict(enumerate(firsts)), observer.see), contextlib.suppress(_Done):
                     run_block(block, hidden, usual)
     originals.finish()
     if cache is not None and not cache.called:
         raise UnsupportedModel(f"{type(block).__name__}: never hands its keys and values to the cache.")
     return hessians
+
+
+class _Observer:
+    """Feeds the inputs of one batch of states, group by group, to the groups' Hessians."""
+
+    def __init__(self, hessians: list[Hessian], cache: _ObservingCache | None) -> None:
+        self.hessians, self.cache = hessians, cache
+        self.seen: set[int] = set()
+        self.originals: dict[int, Tensor] = {}
+        self.importance: dict[int, Tensor | None] = {}
+
+    def restart(self, importance: Sequence[Tensor | None]) -> None:
+        """Begin a batch. importance: of its tokens, for each group; empty where all count alike."""
+        self.seen.clear()
+        self.importance = dict(enumerate(importance))
+        if self.cache is not None:
+            self.cache.called = False
+
+    def see_original(self, index: int, x: Tensor) -> None:
+        """Keep a group's input of the original model for ``see``."""
+        self.originals[index] = x.clone()
+
+    def see(self, index: int, x: Tensor) -> None:
+        """Add a group's input. Raises _Done once every group and the cache were seen."""
+        self.hessians[index].add(x, self.originals.pop(index, None), self.importance.get(index))
+        self.seen.add(index)
+        if len(self.seen) == len(self.hessians) and (self.cache is None or self.cache.called):
+            raise _Done
 
 
 @contextlib.contextmanager
@@ -122,8 +140,11 @@ def _tapped(modules: Mapping[int, nn.Module], see: Callable[[int, Tensor], objec
             handle.remove()
 
 
-def with_cache(block: nn.Module, call: Call, cache: Any) -> Call:
-    """The call with ``cache``, which has the ``update`` of transformers' ``Cache``. Raises UnsupportedModel if the block takes none."""
+def with_cache(block: nn.Module, call: BlockArguments, cache: Any) -> BlockArguments:
+    """Return the call with ``cache``, which has the ``update`` of transformers' ``Cache``.
+
+    Raises UnsupportedModel if the block takes none.
+    """
     taken = next((key for key in ("past_key_values", "layer_past") if key in call.kwargs), None)
     if taken is None:
         raise UnsupportedModel(f"{type(block).__name__}: takes no past_key_values; its KV cache cannot be calibrated.")
@@ -131,7 +152,7 @@ def with_cache(block: nn.Module, call: Call, cache: Any) -> Call:
 
 
 @torch.no_grad()
-def advance(block: nn.Module, states: list[Tensor], call: Call) -> None:
+def advance(block: nn.Module, states: list[Tensor], call: BlockArguments) -> None:
     """Replace each state by the block's output, in place (a few batches are on the block's device at a time)."""
     device = device_of(block)
     shuttle = Shuttle(states, device)
@@ -142,5 +163,5 @@ def advance(block: nn.Module, states: list[Tensor], call: Call) -> None:
 
 
 def device_of(block: nn.Module) -> torch.device:
-    """Where the block's weights are."""
+    """Return the device of the block's weights."""
     return next(block.parameters()).device

@@ -1,4 +1,4 @@
-"""Calibration text -> token windows: fixed seed, packed to full windows, hashed."""
+"""Cut calibration text into token windows: fixed seed, packed to full windows, hashed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.errors import RequestError
 
 
 @dataclass(frozen=True)
-class Windows:
+class CalibrationWindows:
     """Calibration tokens: int64 [samples, seq_len], and where they come from."""
 
     ids: Tensor
@@ -25,24 +25,26 @@ class Windows:
     seed: int
 
     def words(self) -> str:
-        """How many and how long, for people."""
+        """Say how many and how long, for people."""
         count, length = self.ids.shape
         return f"{count} window{'s' if count > 1 else ''} of {length} tokens"
 
     def digest(self) -> str:
-        """sha256 of the token ids: same windows, same statistics."""
+        """Compute the sha256 of the token ids: same windows, same statistics."""
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()
 
 
 def load_windows(
     name: str, tokenizer: Any, *, samples: int, seq_len: int, seed: int, vocab_size: int, after: int = 0
-) -> Windows:
+) -> CalibrationWindows:
     """Tokenize the text once, cut it into consecutive full windows, draw ``samples`` of them.
 
-    after: of the same draw, so many come first: none of those is among the result.
+    Models whose tokenizer starts with BOS get BOS as first token of each window.
 
-    Models whose tokenizer starts with BOS get BOS as first token of each window. Raises RequestError if the text is too
-    short, or if the tokenizer yields ids that the model has no embedding for (a wrong tokenizer).
+    after: windows of the same draw that come first: none of those is among the result.
+
+    Raises RequestError if the text is too short, or if the tokenizer yields ids that the model has no embedding for (a
+    wrong tokenizer).
     """
     text = load_text(name, split="calibration")
     ids = torch.tensor(tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
@@ -51,13 +53,13 @@ def load_windows(
     count = len(ids) // room
     if after and count < after + samples:
         raise RequestError(
-            f"--calibration {name}: {len(ids)} tokens make {count} windows of {seq_len}, but --samples {after} and --distil {samples} more are asked "
-            f"for. Use a longer text, fewer of them, or a shorter --seq-len."
+            f"--calibration {name}: {len(ids)} tokens make {count} windows of {seq_len}, but --samples {after} and"
+            f" --distil {samples} more are asked for. Use a longer text, fewer of them, or a shorter --seq-len."
         )
     if count < samples:
         raise RequestError(
-            f"--calibration {name}: {len(ids)} tokens make {count} windows of {seq_len}, but --samples {samples} are asked for. "
-            f"Use a longer text, --samples {count}, or a shorter --seq-len."
+            f"--calibration {name}: {len(ids)} tokens make {count} windows of {seq_len}, but --samples {samples} are"
+            f" asked for. Use a longer text, --samples {count}, or a shorter --seq-len."
             if count
             else f"--calibration {name}: {len(ids)} tokens are fewer than one window of {seq_len}. Use a longer text."
         )
@@ -66,4 +68,4 @@ def load_windows(
     windows = ids[: count * room].reshape(count, room)[chosen]
     if bos:
         windows = torch.cat([torch.full((samples, 1), tokenizer.bos_token_id, dtype=torch.int64), windows], dim=1)
-    return Windows(windows, text.name, text.sha256, bos, seed)
+    return CalibrationWindows(windows, text.name, text.sha256, bos, seed)

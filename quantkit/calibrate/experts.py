@@ -1,15 +1,15 @@
-"""Statistics of experts that saw few tokens, completed from the layer's average.
+"""Complete the statistics of experts that saw few tokens with the layer's average.
 
-An expert's Hessian H_e is a mean over the n tokens that were routed to it. With fewer tokens than inputs d it has no full
-rank: solving on it fits the few tokens that came by. The mean H over everything that any expert of the layer received at the
-same projection (for gate and up: every token of the layer, as often as it was routed) fills the gap::
+An expert's Hessian H_e is a mean over the n tokens that were routed to it. With fewer tokens than inputs d it has no
+full rank: solving on it fits the few tokens that came by. The mean H over everything that any expert of the layer
+received at the same projection (for gate and up: every token of the layer, as often as it was routed) fills the gap::
 
     n >= d      H_e
     0 < n < d   (n H_e + (d - n) H) / d
     n = 0       H
 
-The largest entries of its inputs become those of the whole layer.
-So a starved expert is still quantized for the inputs of its layer, and the report names it.
+The largest entries of its inputs become those of the whole layer. So a starved expert is still quantized for the inputs
+of its layer, and the report names it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Starved:
 
 
 def share_statistics(block: nn.Module, groups: Sequence[tuple[str, ...]], hessians: Sequence[Hessian]) -> list[Starved]:
-    """Complete the statistics of starved experts, in place. groups and hessians: as ``observe`` takes and gives them.
+    """Complete the statistics of starved experts, in place.
+
+    groups, hessians: as ``observe`` takes and gives them.
 
     Raises NumericsError if no token reached any expert of a module.
     """

@@ -1,4 +1,4 @@
-"""What a pass forward and back says of a block's linears, token by token: ``algorithms.guide`` is fitted to it."""
+"""Collect gradient sizes at a block's linears, token by token: ``algorithms.guide`` is fitted to them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def listening(block: nn.Module, names: Sequence[str], tokens: int) -> Iterator[dict[str, Tensor]]:
-    """Inside, a pass forward and back through ``block`` fills the dictionary: by linear, the mean of its outputs' squared gradients, float32 [tokens].
+    """Collect gradient sizes of linears from a forward and backward pass through ``block`` inside.
 
-    Linears that do not run, or on other than ``tokens`` tokens, are left out.
+    The pass fills the dictionary that is yielded: by linear, the mean of its outputs' squared gradients, float32
+    [tokens]. Linears that do not run, or on other than ``tokens`` tokens, are left out.
     """
     found: dict[str, Tensor] = {}
 

@@ -1,14 +1,16 @@
-"""What rounding a weight does to the model's output, measured: nats of KL per token, to second order.
+"""Measure sensitivity: what rounding a weight does to the model's output, nats of KL per token, to second order.
 
-A change D of a linear's weight changes its output by D x and the log-probability of a token by g . D x, where g is the gradient of
-that log-probability at the output. For labels drawn from the model itself the mean of (g . D x)^2 / 2 is the KL divergence between the
-model and the changed one (the Fisher information is the Hessian of KL; Amari, Natural Gradient, section 3). g comes from one pass back
-through the blocks, one block in memory at a time, with one label drawn per position. Changes at two positions of one linear, and
-of two linears, are taken for uncorrelated: sums of squares, not squares of sums (as diagonal Fisher weights do; LeCun et al.,
-Optimal Brain Damage). Linears that read one tensor and are changed together are summed before the square is taken.
+A change D of a linear's weight changes its output by D x and the log-probability of a token by g . D x, where g is the
+gradient of that log-probability at the output. For labels drawn from the model itself the mean of (g . D x)^2 / 2 is
+the KL divergence between the model and the changed one (the Fisher information is the Hessian of KL; Amari, Natural
+Gradient, section 3). g comes from one pass back through the blocks, one block in memory at a time, with one label drawn
+per position. Changes at two positions of one linear, and of two linears, are taken for uncorrelated: sums of squares,
+not squares of sums (as diagonal Fisher weights do; LeCun et al., Optimal Brain Damage). Linears that read one tensor
+and are changed together are summed before the square is taken.
 
-Few tokens decide such a mean, and it differs by a third between two texts. So only what one part has in common over all its options is
-taken from it; how the options compare comes from |g|^2 |D x|^2, a mean over all directions, which hardly varies (``steadied``).
+Few tokens decide such a mean, and it differs by a third between two texts. So only what one part has in common over all
+its options is taken from it; how the options compare comes from |g|^2 |D x|^2, a mean over all directions, which hardly
+varies (``steadied``).
 """
 
 from __future__ import annotations
@@ -23,30 +25,36 @@ from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedModel
 from quantkit.model.skeleton import Blocks
-from quantkit.model.stepper import Call, forward_block, forward_tail, gradients_in_order
+from quantkit.model.stepper import BlockArguments, forward_block, forward_tail, gradients_in_order
 
 Rounding = Callable[[Tensor], Tensor]  # rows of a weight [rows, in] -> what rounding makes of them
 TAIL_TOKENS = 128  # of which logits are held at a time
 # weights by name, root mean square of their inputs [in] -> factors [in], None for no scaling
 Scaling = Callable[[Mapping[str, Tensor], Tensor], Tensor | None]
 FEWEST = 16  # tokens that tell the size of channels: factors from fewer fit those tokens and flatter (an expert's)
-HEAD_TOKENS = 256  # on which a head's damage is measured
+HEAD_TOKENS = 256  # on which a head's sensitivity is measured
 STRIDE = 4  # of the tokens that pass, every so manieth is kept
 CHUNK = 1 << 21  # elements of a matrix outside the blocks that are rounded at a time
 
 
 @dataclass
 class Read:
-    """One tensor that linears read in one window: x [tokens, in], and by linear the gradients at its output [tokens, out]."""
+    """One tensor that linears read in one window.
+
+    x: the tensor, [tokens, in].
+    gradients: by linear, those at its output [tokens, out].
+    """
 
     x: Tensor
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 def backward(
-    block: nn.Module, hidden: Tensor, call: Call, gradient: Tensor, names: Sequence[str]
+    block: nn.Module, hidden: Tensor, call: BlockArguments, gradient: Tensor, names: Sequence[str]
 ) -> tuple[Tensor, list[Read]]:
-    """One window back through a block: gradients at its output -> those at its input, and what ``names`` (linears) read on the way.
+    """Take one window back through a block: gradients at its output -> those at its input.
+
+    Also returns what ``names`` (linears) read on the way.
 
     hidden, gradient: ``[1, tokens, hidden]`` on the block's device.
     """
@@ -84,15 +92,18 @@ def _thinned(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def damage(
+def rounding_sensitivity(
     weights: Mapping[str, Tensor],
     reads: Sequence[Read],
     roundings: Sequence[Rounding],
     tokens: int,
     scaling: Scaling | None = None,
 ) -> list[float]:
-    """For each rounding of these linears, changed together: nats of KL per token. tokens: how many positions were scored in all. scaling: factors of the input channels; what is
-    rounded are the weights times these, as a method does that scales channels.
+    """Measure the nats of KL per token that each rounding of these linears adds, changed together.
+
+    tokens: how many positions were scored in all.
+    scaling: factors of the input channels; what is rounded are the weights times these, as a method does that scales
+        channels.
 
     Raises UnsupportedModel if none of them was seen to run.
     """
@@ -135,16 +146,19 @@ def _change(weight: Tensor, rounding: Rounding, factors: Tensor | None) -> Tenso
 
 
 def steadied(direct: Sequence[float], rough: Sequence[float]) -> list[float]:
-    """``rough`` times one factor, the geometric mean of ``direct / rough``."""
+    """Scale ``rough`` by one factor, the geometric mean of ``direct / rough``."""
     ratios = [math.log(d / r) for d, r in zip(direct, rough, strict=True) if d > 0 and r > 0]
     factor = math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
     return [factor * one for one in rough]
 
 
 def tail_gradient(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor, draws: Tensor) -> Tensor:
-    """Gradients ``[1, tokens, hidden]`` of the log-probabilities of labels drawn from the model, at the last block's output.
+    """Compute the gradients ``[1, tokens, hidden]`` of log-probabilities at the last block's output.
 
-    ids, hidden: of one window. draws: uniform numbers ``[tokens]``, one per label.
+    The labels are drawn from the model.
+
+    ids, hidden: of one window.
+    draws: uniform numbers ``[tokens]``, one per label.
     """
     found = []
     parts = zip(ids.split(TAIL_TOKENS, 1), hidden.split(TAIL_TOKENS, 1), draws.split(TAIL_TOKENS), strict=True)
@@ -161,11 +175,15 @@ def tail_gradient(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor,
 
 
 def channel_shares(gradients: Sequence[Tensor]) -> Tensor:
-    """How much each channel of a block's output counts for the model's: its share of every token's squared gradient, mean over tokens; mean 1 over channels.
+    """Compute channel importance: each output channel's share of every token's squared gradient, mean over tokens.
 
-    gradients: ``[1, tokens, hidden]`` at that output, of labels drawn from the model. Their mean square is the diagonal of the Fisher
-    information of that output; BRECQ (Li et al., arXiv 2102.05426, section 3.3) weighs by squares of the task's gradient, sample by sample. Here each token
-    counts the same, for the first one's gradient can be a hundred times the others'. Returns float32 ``[hidden]``. Tokens whose gradient is zero or not finite are left out; ones, if that is all of them.
+    The mean over channels is 1. The gradients' mean square is the diagonal of the Fisher information of that output;
+    BRECQ (Li et al., arXiv 2102.05426, section 3.3) weighs by squares of the task's gradient, sample by sample. Here
+    each token counts the same, for the first one's gradient can be a hundred times the others'.
+
+    gradients: ``[1, tokens, hidden]`` at the block's output, of labels drawn from the model. Tokens whose gradient is
+        zero or not finite are left out.
+    Returns float32 ``[hidden]``; ones, if all tokens are left out.
     """
     squares = torch.cat([gradient.flatten(0, -2) for gradient in gradients]).double().square()
     shares = squares / squares.sum(-1, keepdim=True)
@@ -178,8 +196,12 @@ def channel_shares(gradients: Sequence[Tensor]) -> Tensor:
 
 @dataclass
 class HeadReads:
-    """What a head reads and what follows from it, on a few tokens. x: [tokens, hidden]; p: probabilities [tokens, vocabulary];
-    slope: of the logits in the head's output, elementwise (1 but for soft caps and factors), the same shape."""
+    """What a head reads, and its probabilities, on a few tokens.
+
+    x: [tokens, hidden].
+    p: probabilities [tokens, vocabulary].
+    slope: of the logits in the head's output, elementwise (1 but for soft caps and factors), [tokens, vocabulary].
+    """
 
     x: Tensor
     p: Tensor
@@ -187,7 +209,11 @@ class HeadReads:
 
 
 def head_reads(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor) -> HeadReads:
-    """ids ``[1, tokens]``, hidden: the last block's output there."""
+    """Run the tail and record what the head reads.
+
+    ids: ``[1, tokens]``.
+    hidden: the last block's output there.
+    """
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     seen: list[tuple[Tensor, Tensor]] = []
     handle = head.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
@@ -206,9 +232,11 @@ def head_reads(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor) ->
 
 
 @torch.no_grad()
-def head_damage(weight: Tensor, reads: HeadReads, rounding: Rounding) -> float:
-    """Nats of KL per token for a rounded head ``[vocabulary, hidden]``, to second order: half the variance of the change of the logits
-    under the model's own probabilities. A few rows are rounded at a time."""
+def head_sensitivity(weight: Tensor, reads: HeadReads, rounding: Rounding) -> float:
+    """Measure the nats of KL per token that a rounded head ``[vocabulary, hidden]`` adds, to second order.
+
+    Half the variance of the change of the logits under the model's own probabilities. A few rows are rounded at a time.
+    """
     first, second = (torch.zeros(len(reads.x), dtype=torch.float64, device=reads.x.device) for _ in range(2))
     start = 0
     for rows in weight.split(max(1, CHUNK // weight.shape[1])):

@@ -1,11 +1,11 @@
-"""What calibration keeps about an input: one statistic per distinct input, not per linear."""
+"""Collect Hessians of inputs: one statistic per distinct input, not per linear."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.products import gram_factors, multiply
+from quantkit.calibrate.matmul_precision import gram_factors, multiply
 from quantkit.errors import NumericsError
 
 LARGEST_NORM = 1e17  # its square, summed over a batch, still fits float32
@@ -13,15 +13,17 @@ NON_FINITE_LIMIT = 0.1  # share of dropped tokens above which the job stops: the
 
 
 class Hessian:
-    """Running mean of x xᵀ over tokens, and the largest |x| of each channel. Products in float32 (``calibrate.products``), the sum in float64 on a CPU,
-    in float32 elsewhere (half the memory; a few hundred batches are added, whose products carry more rounding than their sum
-    does); symmetric.
+    """Running mean of x xᵀ over tokens, and the largest |x| of each channel.
 
-    Tokens with a NaN, an infinite entry or one whose square is infinite are dropped and counted: one would spoil the whole
-    matrix.
+    Products in float32 (``calibrate.matmul_precision``), the sum in float64 on a CPU, in float32 elsewhere (half the
+    memory; a few hundred batches are added, whose products carry more rounding than their sum does); symmetric.
 
-    cross: the running sum of (y - x) xᵀ, if ``add`` is given what the original model has (y) in the place of each x; else None.
-    mass: the sum of the tokens' weights, if ``add`` is given those; else None, and each counts 1.
+    Tokens with a NaN, an infinite entry or one whose square is infinite are dropped and counted: one would spoil the
+    whole matrix.
+
+    cross: the running sum of (y - x) xᵀ, if ``add`` is given what the original model has (y) in the place of each x;
+        else None.
+    mass: the sum of token importance, if ``add`` is given that; else None, and each token counts 1.
     """
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
@@ -34,8 +36,11 @@ class Hessian:
         self.dropped = 0
 
     def add(self, x: Tensor, exact: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """x: [..., in_features]. exact: the same of the original model; a token is dropped if either is not finite. weights: [tokens], positive. Both are
-        always or never given."""
+        """Add tokens x [..., in_features]. ``exact`` and ``weights`` are each always or never given.
+
+        exact: the same of the original model; a token is dropped if either is not finite.
+        weights: token importance, [tokens], positive.
+        """
         rows = x.reshape(-1, x.shape[-1]).float()
         finite = torch.linalg.vector_norm(rows, dim=-1) < LARGEST_NORM  # False for NaN too
         beside = None if exact is None else exact.reshape(rows.shape).float()
@@ -72,13 +77,16 @@ class Hessian:
                 self.sum[i : i + size, j : j + size] += multiply(left, rights[:, j : j + size])
 
     def result(self, name: str = "input") -> Tensor:
-        """Mean of x xᵀ, weighted if tokens are, [in, in], in the dtype of the sum. Raises NumericsError if too many tokens were dropped or none was seen."""
+        """Return the mean of x xᵀ, weighted by token importance if that was given, [in, in], in the dtype of the sum.
+
+        Raises NumericsError if too many tokens were dropped or none was seen.
+        """
         total = self.tokens + self.dropped
         if self.dropped > NON_FINITE_LIMIT * total:
             raise NumericsError(
-                f"{name}: {self.dropped} of {total} calibration tokens give NaN or infinite activations; more than "
-                f"{NON_FINITE_LIMIT:.0%} would make the statistics worthless. The model overflows or is damaged: check it "
-                "with `quantkit eval`, or use --method rtn, which needs no activations."
+                f"{name}: {self.dropped} of {total} calibration tokens give NaN or infinite activations; more than"
+                f" {NON_FINITE_LIMIT:.0%} would make the statistics worthless. The model overflows or is damaged: check"
+                " it with `quantkit eval`, or use --method rtn, which needs no activations."
             )
         if self.tokens == 0:
             raise NumericsError(f"{name}: no calibration token reached this layer.")
@@ -86,7 +94,7 @@ class Hessian:
         return upper + torch.triu(upper, 1).t()
 
     def mean_cross(self) -> Tensor | None:
-        """Mean of (y - x) xᵀ, [in, in]; the sum is given away."""
+        """Return the mean of (y - x) xᵀ, [in, in]; the sum is given away."""
         return None if self.cross is None else self.cross.div_(self._count())
 
     def _count(self) -> float:

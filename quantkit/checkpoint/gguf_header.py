@@ -46,7 +46,7 @@ class Header:
 
 
 def gguf_library() -> Any:
-    """The ``gguf`` module. Raises MissingExtra if it is not installed."""
+    """Import the ``gguf`` module. Raises MissingExtra if it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -55,7 +55,7 @@ def gguf_library() -> Any:
 
 
 def read_header(path: Path) -> Header:
-    """Metadata and tensor table of a whole GGUF file.
+    """Read metadata and tensor table of a whole GGUF file.
 
     Raises SourceError for a file that is no GGUF file, is damaged, or is shorter than its table says.
     """
@@ -75,7 +75,8 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> Header:
     version, tensors, pairs = cursor.number("<u4"), cursor.number("<u8"), cursor.number("<u8")
     if version not in (2, 3):
         raise SourceError(
-            f"{path}: GGUF version {version} is not read (2 and 3 are, little-endian). Convert it with a current llama.cpp."
+            f"{path}: GGUF version {version} is not read (2 and 3 are, little-endian). Convert it with a current"
+            " llama.cpp."
         )
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
@@ -98,7 +99,7 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> Header:
 
 
 def _entry(cursor: _Cursor, path: Path) -> tuple[str, StoredTensor]:
-    """One row of the tensor table, its offset still counted from the data section."""
+    """Read one row of the tensor table, its offset still counted from the data section."""
     gguf = gguf_library()
     name = cursor.string()
     dims = cursor.number("<u4")

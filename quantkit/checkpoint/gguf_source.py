@@ -99,10 +99,13 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GGUFSource:
-    """One GGUF file as a Source. Tensors come out as float16 (bfloat16 where stored so), whatever they were packed in."""
+    """One GGUF file as a Source.
+
+    Tensors come out as float16 (bfloat16 where stored so), whatever they were packed in.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Reads the header only. Raises SourceError for a damaged file, UnsupportedModel for what the tables lack."""
+        """Read the header only. Raises SourceError for a damaged file, UnsupportedModel for what the tables lack."""
         self.path = path
         self.header: Header = read_header(path)
         name = self.header.metadata.get("general.architecture")
@@ -127,7 +130,10 @@ class GGUFSource:
         return self.read(name)[index]
 
     def read(self, name: str) -> Tensor:
-        """One tensor, dequantized in float32 and cast. Raises SourceError if a value does not fit float16."""
+        """Read one tensor, dequantized in float32 and cast.
+
+        Raises SourceError if a value does not fit float16.
+        """
         stored = self._entry(name)
         dtype = self.info(name).dtype
         out = torch.empty(stored.shape, dtype=dtype)
@@ -160,19 +166,19 @@ class GGUFSource:
         return self.path.stat().st_size
 
     def digest(self) -> str:
-        """sha256 of the file."""
+        """Return the sha256 of the file."""
         return self._digest
 
     def quantization(self) -> dict[str, Any] | None:
-        """None: what comes out of ``read`` is floating point."""
+        """Return None: what comes out of ``read`` is floating point."""
         return None
 
     def stored(self, name: str) -> StoredTensor | None:
-        """The table entry of a tensor by its GGUF name, None if the file has none."""
+        """Return the table entry of a tensor by its GGUF name, None if the file has none."""
         return self.header.tensors.get(name)
 
     def raw(self, name: str) -> Tensor:
-        """A stored tensor's float32 values by its GGUF name, as they are in the file."""
+        """Read a stored tensor's float32 values by its GGUF name, as they are in the file."""
         stored = self.header.tensors[name]
         rows = torch.Size(stored.shape).numel() // stored.shape[-1]
         return torch.cat([values for _, values in self._chunks(stored, rows)]).reshape(stored.shape)
@@ -183,7 +189,7 @@ class GGUFSource:
         return self.header.tensors[self._stored[name]]
 
     def _hf_name(self, stored: str) -> str:
-        """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``."""
+        """Translate ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
         stem, _, suffix = stored.rpartition(".")
         if suffix in ("weight", "bias"):
             if stem in OUTER:
@@ -216,7 +222,10 @@ class GGUFSource:
                 ) from None
 
     def _chunks(self, stored: StoredTensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """(first row, float32 values [rows, width]) pieces. Read with plain reads: a mapping would hold its pages."""
+        """Yield (first row, float32 values [rows, width]) pieces.
+
+        Read with plain reads: a mapping would keep its pages in memory.
+        """
         width = stored.shape[-1]
         step = max(1, CHUNK_VALUES // width)
         row_bytes = stored.nbytes // rows
@@ -242,7 +251,7 @@ class GGUFSource:
 
 
 def _dequantize(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
-    """Rows of packed bytes -> rows of float32."""
+    """Turn rows of packed bytes into rows of float32."""
     if kind == "F32":
         return data.view("<f4")
     if kind == "F16":
@@ -253,7 +262,10 @@ def _dequantize(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
 
 
 def _config(name: str, architecture: Architecture, source: GGUFSource) -> dict[str, Any]:
-    """The config.json that the original had, as far as the file tells; nothing is guessed from a class's defaults."""
+    """Rebuild the config.json that the original had, as far as the file tells.
+
+    Nothing is guessed from a class's defaults.
+    """
     metadata, path = source.header.metadata, source.path
 
     def need(key: str) -> Any:
@@ -306,7 +318,7 @@ def _tokens(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_architecture(name: str, source: GGUFSource, config: dict[str, Any], may: Any) -> dict[str, Any]:
-    """Config values that only some architectures have."""
+    """Return the config values that only some architectures have."""
     head_dim = may("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     layers = config["num_hidden_layers"]
     if name == "llama":
@@ -340,7 +352,7 @@ def _of_architecture(name: str, source: GGUFSource, config: dict[str, Any], may:
 
 
 def _rope_scaling(source: GGUFSource, may: Any) -> dict[str, Any] | None:
-    """The ``rope_scaling`` entry, None if positions are not stretched."""
+    """Return the ``rope_scaling`` entry, None if positions are not stretched."""
     if source.stored(ROPE_FACTORS):
         return _llama3_scaling(source, may)
     kind = may("rope.scaling.type")
@@ -358,7 +370,10 @@ def _rope_scaling(source: GGUFSource, may: Any) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(source: GGUFSource, may: Any) -> dict[str, Any]:
-    """Llama 3.1's scaling. The file stores its result, one factor a frequency; the parameters are tried and must give it."""
+    """Return Llama 3.1's scaling.
+
+    The file stores its result, one factor a frequency; the parameters are tried and must give it.
+    """
     stored = source.raw(ROPE_FACTORS).double()
     theta, dims = float(may("rope.freq_base", 10000.0)), 2 * stored.numel()
     frequency = theta ** -(torch.arange(0, dims, 2, dtype=torch.float64) / dims)
@@ -383,5 +398,5 @@ def _llama3_scaling(source: GGUFSource, may: Any) -> dict[str, Any]:
 
 
 def _decimal(value: float) -> float:
-    """The short decimal that a float32 was written as: 9.999999747378752e-06 -> 1e-05."""
+    """Return the short decimal that a float32 was written as: 9.999999747378752e-06 -> 1e-05."""
     return float(str(np.float32(value)))

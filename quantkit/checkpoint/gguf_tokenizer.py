@@ -1,9 +1,10 @@
 """Rebuild a tokenizer from a GGUF file's vocabulary, with the ``tokenizers`` library.
 
 Two kinds exist in the architectures we read. *Byte-level BPE* (``tokenizer.ggml.model`` = gpt2): merges are stored, and
-``tokenizer.ggml.pre`` names the rule that cuts text into words first. *SentencePiece BPE* (llama): no merges are stored,
-only scores; a pair may merge when the joined piece is in the vocabulary, best score first, which is what llama.cpp and
-SentencePiece do at run time. Whether the result is right is not assumed: see ``tokenizer.check_round_trip``.
+``tokenizer.ggml.pre`` names the rule that cuts text into words first. *SentencePiece BPE* (llama): no merges are
+stored, only scores; a pair may merge when the joined piece is in the vocabulary, best score first, which is what
+llama.cpp and SentencePiece do at run time. Whether the result is right is not assumed: see
+``tokenizer.check_round_trip``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "▁"
 
 # The word patterns of the models' own tokenizer.json files.
-LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -42,7 +46,7 @@ class Rebuilt:
 
 
 def rebuild(metadata: dict[str, Any], path: Path) -> Rebuilt:
-    """The tokenizer that a GGUF file describes.
+    """Rebuild the tokenizer that a GGUF file describes.
 
     Raises UnsupportedModel for a kind or pre-tokenizer that is not in the tables, SourceError for missing metadata.
     """
@@ -132,7 +136,10 @@ def _sentencepiece(metadata: dict[str, Any], path: Path) -> Any:
 
 
 def merges_from_scores(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """The merges that a SentencePiece vocabulary implies: every split of a normal token into two tokens, best score first."""
+    """Return the merges that a SentencePiece vocabulary implies.
+
+    Every split of a normal token into two tokens, best score first.
+    """
     vocab = {token: index for index, token in enumerate(tokens)}
     merges: list[tuple[float, str, str]] = []
     for index, token in enumerate(tokens):
@@ -145,7 +152,10 @@ def merges_from_scores(tokens: list[str], scores: list[float], kinds: list[int])
 
 
 def _add_marked_tokens(tokenizer: Any, tokens: list[str], kinds: list[int] | None) -> None:
-    """Control tokens are special; user-defined ones are matched whole in the text but stay visible when decoding."""
+    """Mark control tokens as special, and user-defined ones to be matched whole in the text.
+
+    User-defined tokens stay visible when decoding.
+    """
     from tokenizers import AddedToken
 
     if kinds is None:

@@ -1,7 +1,7 @@
-"""Models by hub id, ``org/name`` or ``org/name@revision``: what is needed of them downloaded once, what goes wrong explained.
+"""Models by hub id, ``org/name`` or ``org/name@revision``: downloaded once; what goes wrong is explained.
 
-Only config, tokenizer and safetensors are fetched; pickle weights (``.bin``) never, because unpickling runs code. The files
-lie in huggingface_hub's own cache, so other tools share them.
+Only config, tokenizer and safetensors are fetched; pickle weights (``.bin``) never, because unpickling runs code. The
+files lie in huggingface_hub's own cache, so other tools share them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from quantkit.checkpoint.names import TOKENIZER_FILES
 from quantkit.errors import QuantkitError, QuantkitWarning, SourceError
 
 SECONDS = 5
@@ -33,16 +34,21 @@ BESIDE = (
 
 
 def is_hub_id(ref: str) -> bool:
-    """Whether a reference can be one on a hub: a known original's name, or two words with one slash between them (and not
-    the name of a model file, which can only be a path)."""
+    """Return whether a reference can be one on a hub.
+
+    A known original's name, or two words with one slash between them (and not the name of a model file, which can only
+    be a path).
+    """
     return ref in ORIGINALS or (ID.fullmatch(ref) is not None and not ref.endswith(FILE_ENDS))
 
 
 def download(ref: str) -> Path:
-    """The folder of a model's files in the hub's cache, downloaded if they are not there.
+    """Return the folder of a model's files in the hub's cache, downloaded if they are not there.
 
-    ref: as ``is_hub_id`` accepts it, and no local path. Raises SourceError for a model that is missing, gated or has no
-    safetensors, QuantkitError if the hub does not answer within 5 s and the model is not in the cache.
+    ref: as ``is_hub_id`` accepts it, and no local path.
+
+    Raises SourceError for a model that is missing, gated or has no safetensors, QuantkitError if the hub does not
+    answer within 5 s and the model is not in the cache.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
 
@@ -61,9 +67,10 @@ def download(ref: str) -> Path:
 
 
 def needed(ref: str, files: Iterable[str]) -> list[str]:
-    """Those of a repository's files that a model is read from. Raises SourceError when there are no safetensors, or no config."""
-    from quantkit.checkpoint.tokenizer import FILES
+    """Pick those of a repository's files that a model is read from.
 
+    Raises SourceError when there are no safetensors, or no config.
+    """
     files = list(files)
     weights = [file for file in files if WEIGHTS.fullmatch(file)]
     if not any(file.endswith(".safetensors") for file in weights):
@@ -81,13 +88,20 @@ def needed(ref: str, files: Iterable[str]) -> list[str]:
         raise SourceError(f"{ref}: on the hub it has no model*.safetensors. It may be an adapter or no model at all.")
     if "config.json" not in files:
         raise SourceError(f"{ref}: on the hub it has no config.json, so it is no transformers model.")
-    beside = [file for file in files if file in (*BESIDE, *FILES) or ("/" not in file and file.endswith(".tiktoken"))]
+    beside = [
+        file
+        for file in files
+        if file in (*BESIDE, *TOKENIZER_FILES) or ("/" not in file and file.endswith(".tiktoken"))
+    ]
     templates = [file for file in files if file.startswith("additional_chat_templates/")]
     return [*beside, *templates, *weights]
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be asked, found out within five seconds (its library would retry for minutes); None if it can."""
+    """Return why the hub cannot be asked, None if it can.
+
+    Found out within five seconds; the hub's library would retry for minutes.
+    """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -104,7 +118,7 @@ def unreachable() -> str | None:
 
 
 def _cached(ref: str, repo: str, revision: str | None, why: str) -> Path:
-    """What the cache holds of a model, when the hub cannot be asked."""
+    """Return what the cache holds of a model, when the hub cannot be asked."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -112,9 +126,9 @@ def _cached(ref: str, repo: str, revision: str | None, why: str) -> Path:
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         raise QuantkitError(
-            f"{ref}: no such folder or file here, and as a hub id it cannot be had: {why}, and it is not in the cache "
-            f"({constants.HF_HUB_CACHE}). Check the path; or go online; or copy the model's folder here and give its path; "
-            "`quantkit fetch` lists models that need no hub."
+            f"{ref}: no such folder or file here, and as a hub id it cannot be had: {why}, and it is not in the cache"
+            f" ({constants.HF_HUB_CACHE}). Check the path; or go online; or copy the model's folder here and give its"
+            " path; `quantkit fetch` lists models that need no hub."
         ) from None
     if not constants.HF_HUB_OFFLINE:
         warnings.warn(
@@ -133,8 +147,8 @@ def explained(ref: str, repo: str, revision: str | None) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise SourceError(
-            f"{ref}: is gated: its owner wants you to agree to terms first. Accept them at {page} while signed in, then "
-            "run `hf auth login` (or set HF_TOKEN) here."
+            f"{ref}: is gated: its owner wants you to agree to terms first. Accept them at {page} while signed in, then"
+            " run `hf auth login` (or set HF_TOKEN) here."
         ) from error
     except errors.RevisionNotFoundError as error:
         raise SourceError(
@@ -142,13 +156,13 @@ def explained(ref: str, repo: str, revision: str | None) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise SourceError(
-            f"{ref}: no such folder or file here, and no model of that name on the hub that you may see. Check the spelling; "
-            "for a private model run `hf auth login` (or set HF_TOKEN)."
+            f"{ref}: no such folder or file here, and no model of that name on the hub that you may see. Check the"
+            " spelling; for a private model run `hf auth login` (or set HF_TOKEN)."
         ) from error
     except OSError as error:  # the library's HTTP errors, a connection that breaks, a full disk
         raise QuantkitError(
-            f"{ref}: downloading failed ({type(error).__name__}: {_short(error)}). Try again: finished files are kept in "
-            f"{constants.HF_HUB_CACHE}. If the disk is full, make room or set HF_HOME elsewhere."
+            f"{ref}: downloading failed ({type(error).__name__}: {_short(error)}). Try again: finished files are kept"
+            f" in {constants.HF_HUB_CACHE}. If the disk is full, make room or set HF_HOME elsewhere."
         ) from error
     except ValueError as error:  # a name that the library itself refuses
         raise SourceError(f"{ref}: is no folder or file here, and no valid hub id ({_short(error)}).") from error

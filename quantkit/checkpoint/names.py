@@ -1,7 +1,7 @@
-"""Source tensor names <-> parameter names.
+"""Names in a checkpoint: the files of a tokenizer, and stored tensors <-> the parameters of a model.
 
-Where they differ, ``places`` (from the model's side) says which parameters a stored tensor holds. Handled here: a tied
-head is not stored, and old files carry buffers that are computed now. Anything else is refused by name.
+Where the two differ, ``places`` (from the model's side) says which parameters a stored tensor holds. Handled here: a
+tied head is not stored, and old files carry buffers that are computed now. Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -14,17 +14,28 @@ from quantkit.errors import SourceError, UnsupportedModel
 # Buffers that old checkpoints store and today's models compute.
 COMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 
+# Any of these makes a folder one with a tokenizer.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+# What belongs to a tokenizer and is copied as it is. Nothing here is ever unpickled.
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A parameter that a stored tensor holds. ``index``: as that entry of its first dimension; None: the whole tensor."""
+    """A parameter that a stored tensor holds.
+
+    index: as that entry of the tensor's first dimension; None: the whole tensor.
+    """
 
     parameter: str
     index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorRef:
     """Where a parameter is stored: a tensor, or one entry of its first dimension (an expert in a fused one)."""
 
     name: str
@@ -37,16 +48,19 @@ def match_names(
     tied: Mapping[str, str],
     places: Callable[[str], Sequence[Place]],
     where: str,
-) -> dict[str, Stored]:
-    """Parameter name -> where it is stored. Tied parameters map to their twin's tensor when not stored.
+) -> dict[str, TensorRef]:
+    """Find where each parameter is stored: parameter name -> tensor.
+
+    places: the parameters that a stored tensor can hold, by the tensor's name. tied: parameter -> its twin, whose
+    tensor is taken where the parameter is not stored itself.
 
     Raises SourceError naming what the source lacks, UnsupportedModel naming tensors that the model has no place for.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, TensorRef] = {}
     extra: list[str] = []
     for name in stored:
         fresh = [place for place in places(name) if place.parameter not in found]
-        found.update({place.parameter: Stored(name, place.index) for place in fresh})
+        found.update({place.parameter: TensorRef(name, place.index) for place in fresh})
         if not fresh and not name.endswith(COMPUTED):
             extra.append(name)
     wanted = list(parameters)
@@ -56,12 +70,13 @@ def match_names(
     missing = [name for name in wanted if name not in found]
     if missing:
         raise SourceError(
-            f"{where}: lacks {len(missing)} tensors that its architecture needs, first {missing[0]!r}. "
-            "The download is incomplete, or config.json belongs to another model (one that is no causal language model, for example)."
+            f"{where}: lacks {len(missing)} tensors that its architecture needs, first {missing[0]!r}. The download is"
+            " incomplete, or config.json belongs to another model (one that is no causal language model, for example)."
         )
     if extra:
         raise UnsupportedModel(
-            f"{where}: stores {len(extra)} tensors that its architecture has no place for, first {sorted(extra)[0]!r}. "
-            "quantkit does not load stored buffers and unknown tensors and would lose them; this model is not supported."
+            f"{where}: stores {len(extra)} tensors that its architecture has no place for, first {sorted(extra)[0]!r}."
+            " quantkit does not load stored buffers and unknown tensors and would lose them; this model is not"
+            " supported."
         )
     return {name: found[name] for name in wanted}

@@ -1,4 +1,4 @@
-"""Open a model folder or GGUF file lazily; read named tensors one at a time.
+"""A model on disk, read lazily: one named tensor at a time.
 
 A source answers three questions: which tensors are stored, what they look like, and one tensor's values. Nothing here
 loads a whole model, and no file stays mapped after a read, so peak memory does not grow with the number of layers.
@@ -8,7 +8,6 @@ Pickle files (``.bin``, ``.pt``) are never opened: unpickling runs code from the
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import MissingExtra, NumericsError, RequestError, SourceError
+from quantkit.errors import NumericsError, SourceError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -28,7 +27,8 @@ DTYPES = {
 }  # fmt: skip
 
 
-# How weight files may be called. The native format has a name of its own, so that plain transformers, which only warns about
+# How weight files may be called. The native format has a name of its own, so that plain transformers, which only warns
+# about
 # a quant_method it does not know, finds no weights and stops, instead of running random ones.
 STEMS = ("model", "quantkit")
 
@@ -83,7 +83,10 @@ class FolderSource:
     """A Hugging Face folder: config.json and safetensors, one file or shards with an index."""
 
     def __init__(self, path: Path) -> None:
-        """Reads config.json and the shards' headers. Raises SourceError for anything missing, truncated or inconsistent."""
+        """Read config.json and the shards' headers.
+
+        Raises SourceError for anything missing, truncated or inconsistent.
+        """
         self.path = path
         self.config: dict[str, Any] = read_json(path / "config.json")
         self._files = _tensor_files(path)
@@ -101,8 +104,9 @@ class FolderSource:
         unnamed = [name for name in self._infos if name not in self._files]
         if unnamed:  # readers that follow the index would pass them over, others would not
             raise SourceError(
-                f"{path}: the shards hold {len(unnamed)} tensors that the index does not name, first {unnamed[0]!r}. Index and "
-                "shards do not belong together: download the model again, or take away a stale index if there is one shard."
+                f"{path}: the shards hold {len(unnamed)} tensors that the index does not name, first {unnamed[0]!r}."
+                " Index and shards do not belong together: download the model again, or take away a stale index if"
+                " there is one shard."
             )
 
     def names(self) -> list[str]:
@@ -125,7 +129,8 @@ class FolderSource:
         if index is not None:
             size, shape = size // shape[0], shape[1:]
             begin += index * size
-        # Read, not mapped: a mapping that stays open keeps every touched page in this process's memory, and to open one per
+        # Read, not mapped: a mapping that stays open keeps every touched page in this process's memory, and to open one
+        # per
         # tensor parses the whole header each time.
         try:
             raw = np.fromfile(file, dtype=np.uint8, count=size, offset=begin)
@@ -163,28 +168,32 @@ class FolderSource:
         return found
 
     def _legacy_quantization(self) -> dict[str, Any] | None:
-        """The files of AutoGPTQ and AutoAWQ from before config.json said it."""
+        """Read the files of AutoGPTQ and AutoAWQ from before config.json held the settings."""
         for file in ("quantize_config.json", "quant_config.json"):
             if (self.path / file).is_file():
-                said = read_json(self.path / file)
-                awq = "w_bit" in said or "zero_point" in said
-                return {"quant_method": "awq" if awq else "gptq", **said}
+                settings = read_json(self.path / file)
+                awq = "w_bit" in settings or "zero_point" in settings
+                return {"quant_method": "awq" if awq else "gptq", **settings}
         return None
 
 
 def finite(value: Tensor, path: Path, name: str) -> Tensor:
-    """``value``, which is (a part of) tensor ``name``. Raises NumericsError if it holds NaN or infinite values."""
+    """Return ``value``, which is (a part of) tensor ``name``.
+
+    Raises NumericsError if it holds NaN or infinite values.
+    """
     if not bool(torch.isfinite(value).all()):
         raise non_finite(path, [name])
     return value
 
 
 def non_finite(path: Path, names: list[str]) -> NumericsError:
-    """What to raise for tensors that hold NaN or infinite values."""
+    """Make the error to raise for tensors that hold NaN or infinite values."""
     shown = ", ".join(repr(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     words = f"tensor {shown} holds" if len(names) == 1 else f"tensors {shown} hold"
     return NumericsError(
-        f"{path}: {words} NaN or infinite values. The file is damaged or the training diverged; nothing sensible can be quantized from it."
+        f"{path}: {words} NaN or infinite values. The file is damaged or the training diverged; nothing sensible can be"
+        " quantized from it."
     )
 
 
@@ -195,59 +204,8 @@ def _hash(stream: Any) -> bytes:
     return digest.digest()
 
 
-def open_source(ref: str | Path) -> Source:
-    """Open a model by named model, folder, GGUF file or hub id (``org/name`` or ``org/name@revision``, downloaded).
-
-    Raises RequestError for a reference that names nothing, QuantkitError for a hub that does not answer, SourceError for a folder or file that cannot be a model.
-    """
-    from quantkit.checkpoint.fetch import fetch, is_named, models
-    from quantkit.checkpoint.hub import download, is_hub_id
-
-    path = Path(ref).expanduser()
-    if isinstance(ref, str) and is_named(ref) and not path.exists():
-        if importlib.util.find_spec("gguf") is None:  # said before the download, not after it
-            raise MissingExtra("gguf", "gguf", f"{ref} is a GGUF file; reading it")
-        path = fetch(ref)
-    if isinstance(ref, str) and not path.exists() and is_hub_id(ref):
-        path = download(ref)
-    if not path.exists():
-        raise RequestError(
-            f"{ref}: no such folder or file, and no model of that name is known. Give a Hugging Face folder, a .gguf file, "
-            f"a hub id (org/name, one slash), or a name that `quantkit fetch` lists: {', '.join(models())}."
-        )
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return _gguf(path)
-        if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
-            raise SourceError(
-                f"{path}: pickle files are never opened (unpickling runs code). Convert it to safetensors first."
-            )
-        raise SourceError(
-            f"{path}: not a model. Give the folder that holds config.json and *.safetensors, or a .gguf file."
-        )
-    ggufs = sorted(path.glob("*.gguf"))
-    if (path / "config.json").exists() and (not ggufs or any(path.glob("*.safetensors"))):
-        return FolderSource(path)  # GGUF repositories often carry a config.json, but no safetensors
-    if len(ggufs) == 1:
-        return _gguf(ggufs[0])
-    if len(ggufs) > 1:
-        raise RequestError(
-            f"{path}: holds {len(ggufs)} GGUF files; name one of them: {', '.join(g.name for g in ggufs[:5])}"
-        )
-    raise SourceError(
-        f"{path}: no config.json and no .gguf file in this folder. Give the folder of a Hugging Face model."
-    )
-
-
-def _gguf(path: Path) -> Source:
-    from quantkit.checkpoint.gguf_source import GGUFSource
-
-    source: Source = GGUFSource(path)
-    return source
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises SourceError if it is missing, damaged, or not an object."""
+    """Read a JSON object from a file. Raises SourceError if it is missing, damaged, or not an object."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -264,7 +222,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _tensor_files(path: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index or from the single file's header."""
+    """Map tensor names to file names, by the index or by the single file's header."""
     for stem in STEMS:
         index, single = path / f"{stem}.safetensors.index.json", path / f"{stem}.safetensors"
         if index.exists():
@@ -296,7 +254,10 @@ def _indexed(path: Path, index: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> dict[str, TensorInfo]:
-    """Names, dtypes and shapes of one safetensors file. The library checks that the file is as long as its header says."""
+    """Read names, dtypes and shapes of one safetensors file.
+
+    The library checks that the file is as long as its header says.
+    """
     from safetensors import SafetensorError, safe_open
 
     infos = {}
@@ -323,7 +284,10 @@ def _is_lfs_pointer(file: Path) -> bool:
 
 
 def _begins(file: Path) -> dict[str, int]:
-    """Where the bytes of each tensor begin: 8 bytes of header length, the header (JSON), the data. Checked by ``_header``."""
+    """Find where the bytes of each tensor begin.
+
+    8 bytes of header length, the header (JSON), the data. Checked by ``_header``.
+    """
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))

@@ -48,13 +48,15 @@ class Text:
 
 
 def load_text(name: str, *, split: Split) -> Text:
-    """A text by name, for one purpose.
+    """Read a text by name, for one purpose.
 
     name: ``wikipedia-sample`` (also with ``:calibration`` or ``:evaluation``), ``news-sample``, ``builtin``, a local
     .txt, .md or other UTF-8 file (.gz unpacked), a .jsonl or .parquet file (field or column ``text``), or
     ``hub:dataset[:config[:split]]``.
-    split: what it is for; a text that may not serve that is refused. Raises RequestError for a name or purpose that is
-    wrong, SourceError for a file that is missing, empty or undecodable, QuantkitError if a hub does not answer.
+    split: what it is for; a text that may not serve that is refused.
+
+    Raises RequestError for a name or purpose that is wrong, SourceError for a file that is missing, empty or
+    undecodable, QuantkitError if a hub does not answer.
     """
     base, _, half = name.partition(":")
     if base == "wikipedia-sample":
@@ -71,15 +73,16 @@ def load_text(name: str, *, split: Split) -> Text:
         return _text(name, _builtin())
     if name == "self":
         raise RequestError(
-            "self: text that the model writes, for `quantkit convert --calibration self` alone. Name a text or give a file."
+            "self: text that the model writes, for `quantkit convert --calibration self` alone. Name a text or give a"
+            " file."
         )
     if base == "hub":
         return _text(name, _hub(half, split))
     path = Path(name).expanduser()
     if not path.exists():
         raise SourceError(
-            f"{name}: no such file, and no text of that name is known. Known are wikipedia-sample, news-sample, builtin, "
-            "self (for convert), hub:DATASET; or give a .txt, .md, .gz, .jsonl or .parquet file."
+            f"{name}: no such file, and no text of that name is known. Known are wikipedia-sample, news-sample,"
+            " builtin, self (for convert), hub:DATASET; or give a .txt, .md, .gz, .jsonl or .parquet file."
         )
     if path.is_dir():
         raise SourceError(f"{name}: a folder. Give one text file.")
@@ -99,14 +102,17 @@ def _wikipedia(half: str, split: Split) -> str:
         raise RequestError(f"wikipedia-sample:{half}: there are two halves, calibration and evaluation.")
     if half and half != split:
         raise RequestError(
-            f"wikipedia-sample:{half}: asked for {split}. Calibrating and measuring on the same text flatters the result; "
-            "leave the half away and the right one is taken."
+            f"wikipedia-sample:{half}: asked for {split}. Calibrating and measuring on the same text flatters the"
+            " result; leave the half away and the right one is taken."
         )
     return _read(fetch("wikipedia-sample") / f"{split}.txt")
 
 
 def _read(path: Path) -> str:
-    """A UTF-8 file, unpacked if its name ends in .gz. Line ends are kept as they are: the sha256 is of these bytes."""
+    """Read a UTF-8 file, unpacked if its name ends in .gz.
+
+    Line ends are kept as they are: the sha256 is of these bytes.
+    """
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
@@ -126,7 +132,7 @@ def _read(path: Path) -> str:
 
 
 def _records(path: Path) -> str:
-    """The ``text`` fields of a JSONL file."""
+    """Join the ``text`` fields of a JSONL file."""
     texts = []
     for number, line in enumerate(_read(path).split("\n"), 1):
         if not line.strip():
@@ -142,7 +148,7 @@ def _records(path: Path) -> str:
 
 
 def _table(path: Path) -> str:
-    """The ``text`` column of a parquet file; rows without a value are left out."""
+    """Join the ``text`` column of a parquet file; rows without a value are left out."""
     import pyarrow
     from pyarrow import parquet
 
@@ -151,7 +157,8 @@ def _table(path: Path) -> str:
         if "text" not in schema.names or not _holds_text(schema.field("text").type):
             columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise SourceError(
-                f"{path}: has no column 'text' holding strings (its columns are {columns}). Rename the one that holds the text."
+                f"{path}: has no column 'text' holding strings (its columns are {columns}). Rename the one that holds"
+                " the text."
             )
         values = parquet.read_table(path, columns=["text"])["text"].to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
@@ -176,7 +183,10 @@ def _field(record: Any, where: str) -> str:
 
 
 def _builtin() -> str:
-    """The language reference and some library source of this Python: the same on every machine with this version."""
+    """Join the language reference and some library source of this Python.
+
+    The same on every machine with this version.
+    """
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     prose = [topics[key].strip() for key in sorted(topics)]
     code = [inspect.getsource(importlib.import_module(module)).strip() for module in BUILTIN_MODULES]
@@ -188,7 +198,7 @@ def _builtin() -> str:
 
 
 def _hub(spec: str, split: Split) -> str:
-    """``dataset[:config[:split]]``, streamed until enough characters are there."""
+    """Stream ``dataset[:config[:split]]`` until enough characters are there."""
     dataset, _, rest = spec.partition(":")
     config, _, part = rest.partition(":")
     if not dataset:
@@ -211,8 +221,8 @@ def _hub(spec: str, split: Split) -> str:
         raise
     except Exception as error:  # datasets raises its own, the hub's, and its file readers' errors
         raise SourceError(
-            f"hub:{spec}: cannot be read ({type(error).__name__}: {str(error)[:300]}). Check the name, config and split "
-            f"({part!r} was asked for), or download a text file and give its path."
+            f"hub:{spec}: cannot be read ({type(error).__name__}: {str(error)[:300]}). Check the name, config and split"
+            f" ({part!r} was asked for), or download a text file and give its path."
         ) from error
     return SEPARATOR.join(texts)
 
@@ -227,6 +237,6 @@ def _check_hub() -> None:
         return  # the user says what is cached is enough, and the library then asks no network
     if why := unreachable():
         raise QuantkitError(
-            f"hub: {why}. Use wikipedia-sample or builtin, give a local file, or set HF_HUB_OFFLINE=1 if the dataset is in "
-            "the cache already."
+            f"hub: {why}. Use wikipedia-sample or builtin, give a local file, or set HF_HUB_OFFLINE=1 if the dataset is"
+            " in the cache already."
         )

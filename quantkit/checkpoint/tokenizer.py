@@ -17,25 +17,19 @@ from quantkit.checkpoint.fetch import fetch, is_named
 from quantkit.checkpoint.gguf_header import read_header
 from quantkit.checkpoint.gguf_tokenizer import rebuild
 from quantkit.checkpoint.hub import download, is_hub_id
+from quantkit.checkpoint.names import TOKENIZER_FILES, VOCABULARY_FILES
 from quantkit.checkpoint.source import Source, read_json
 from quantkit.errors import RequestError, SourceError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Any of these makes a folder one with a tokenizer.
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-# What belongs to a tokenizer and is copied as it is. Nothing here is ever unpickled.
-FILES = (
-    *VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 # Written by transformers 5, unknown to 4. The generic class is the same thing in both; the rest describes the loading.
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 ONLY_IN_5 = ("backend", "is_local", "local_files_only")
 
 # Words, digits, code, several scripts, runs of spaces and newlines. NFC, because some tokenizers normalize to that.
-PROBE = (
+ROUND_TRIP_TEXT = (
     "The committee didn't publish its 1984 report until October, 27 months later.\n\n"
     "def area(r):\n    return 3.14159 * r**2  # m²\n\n\tNaïve café — “quotes”, 中文, 日本語, русский, 😀.\n"
 )
@@ -43,7 +37,7 @@ ENGLISH = "The history of the world is the history of the people who lived in it
 
 
 def load_tokenizer(ref: str | Path | Source) -> PreTrainedTokenizerFast:
-    """The tokenizer of a named model, folder, GGUF file or open source. Reads no weights.
+    """Load the tokenizer of a named model, folder, GGUF file or open source. Reads no weights.
 
     Raises SourceError if there is none, or if one rebuilt from GGUF does not reproduce text; RequestError for a
     reference that names nothing.
@@ -53,7 +47,10 @@ def load_tokenizer(ref: str | Path | Source) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_from_gguf(path: Path, changes: Mapping[str, Any] | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer of a GGUF file, checked. changes: metadata values to read differently (to reproduce another reader)."""
+    """Rebuild the tokenizer of a GGUF file and check it.
+
+    changes: metadata values to read differently (to reproduce another reader).
+    """
     from transformers import PreTrainedTokenizerFast
 
     rebuilt = rebuild(read_header(path).metadata | dict(changes or {}), path)
@@ -69,13 +66,16 @@ def tokenizer_from_gguf(path: Path, changes: Mapping[str, Any] | None = None) ->
 
 
 def write_tokenizer(source: Source, out_dir: Path) -> list[str]:
-    """Write tokenizer and chat template into an existing folder, loadable by transformers 4 and 5. Returns file names."""
+    """Write tokenizer and chat template into an existing folder, loadable by transformers 4 and 5.
+
+    Returns file names.
+    """
     path = _locate(source)
     if path.is_file():
         load_tokenizer(source).save_pretrained(out_dir)
     else:
         _require_vocabulary(path)
-        for name in [*FILES, *(p.name for p in path.glob("*.tiktoken"))]:
+        for name in [*TOKENIZER_FILES, *(p.name for p in path.glob("*.tiktoken"))]:
             if (path / name).is_file():
                 shutil.copyfile(path / name, out_dir / name)
         if (path / "additional_chat_templates").is_dir():
@@ -85,12 +85,12 @@ def write_tokenizer(source: Source, out_dir: Path) -> list[str]:
         if not (out_dir / "tokenizer.json").exists():  # engines read this one; older folders hold only its ingredients
             load_tokenizer(source).save_pretrained(out_dir)
     repair_config(out_dir)
-    present = [*FILES, *(p.name for p in out_dir.glob("*.tiktoken")), "additional_chat_templates"]
+    present = [*TOKENIZER_FILES, *(p.name for p in out_dir.glob("*.tiktoken")), "additional_chat_templates"]
     return [name for name in present if (out_dir / name).exists()]
 
 
 def wants_bos(tokenizer: Any) -> bool:
-    """Whether this model's texts start with BOS: its own encoding does so, or it has Gemma's vocabulary.
+    """Return whether this model's texts start with BOS: its own encoding does so, or it has Gemma's vocabulary.
 
     Gemma is named because its models are useless without BOS (perplexity in the thousands) and tokenizers rebuilt by
     other tools often lack the rule.
@@ -105,24 +105,30 @@ def wants_bos(tokenizer: Any) -> bool:
 
 
 def check_vocabulary(ids: Iterable[int], config: Mapping[str, Any], where: object) -> None:
-    """Raises RequestError for token ids that the model has no embedding for: the tokenizer belongs to another model."""
+    """Raise RequestError for token ids that the model has no embedding for.
+
+    The tokenizer then belongs to another model.
+    """
     largest, size = max(ids, default=0), config.get("vocab_size")
     if isinstance(size, int) and largest >= size:
         raise RequestError(
-            f"{where}: the tokenizer yields id {largest}, but the model has {size} embeddings: the tokenizer belongs to "
-            "another model. Replace its files by the right ones."
+            f"{where}: the tokenizer yields id {largest}, but the model has {size} embeddings: the tokenizer belongs to"
+            " another model. Replace its files by the right ones."
         )
 
 
 def check_round_trip(tokenizer: Any, where: str) -> None:
-    """Raises SourceError if encoding and decoding changes a text, or if words fall apart into letters."""
-    ids = tokenizer.encode(PROBE, add_special_tokens=False)
+    """Raise SourceError if encoding and decoding changes a text, or if words fall apart into letters."""
+    ids = tokenizer.encode(ROUND_TRIP_TEXT, add_special_tokens=False)
     back = tokenizer.decode(ids)
-    if back != PROBE:
-        at = next((i for i, (a, b) in enumerate(zip(PROBE, back, strict=False)) if a != b), min(len(PROBE), len(back)))
+    if back != ROUND_TRIP_TEXT:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ROUND_TRIP_TEXT, back, strict=False)) if a != b),
+            min(len(ROUND_TRIP_TEXT), len(back)),
+        )
         raise SourceError(
-            f"{where}: its tokenizer does not reproduce text: {PROBE[at : at + 20]!r} came back as {back[at : at + 20]!r}. "
-            "Use the model's Hugging Face folder, or a GGUF file made by a current llama.cpp."
+            f"{where}: its tokenizer does not reproduce text: {ROUND_TRIP_TEXT[at : at + 20]!r} came back as"
+            f" {back[at : at + 20]!r}. Use the model's Hugging Face folder, or a GGUF file made by a current llama.cpp."
         )
     count = len(tokenizer.encode(ENGLISH, add_special_tokens=False))
     if count > len(ENGLISH) / 2:
@@ -133,7 +139,7 @@ def check_round_trip(tokenizer: Any, where: str) -> None:
 
 
 def _locate(ref: str | Path | Source) -> Path:
-    """A folder or a .gguf file."""
+    """Find the folder or .gguf file that a reference names."""
     path = Path(ref).expanduser() if isinstance(ref, str | Path) else ref.path
     if isinstance(ref, str) and is_named(ref) and not path.exists():
         path = fetch(ref)
@@ -144,7 +150,7 @@ def _locate(ref: str | Path | Source) -> Path:
     if path.is_file() and path.suffix != ".gguf":
         raise SourceError(f"{path}: no tokenizer can be read from this file. Give the model's folder or a .gguf file.")
     ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
-    if ggufs and not any((path / name).exists() for name in VOCABULARIES):
+    if ggufs and not any((path / name).exists() for name in VOCABULARY_FILES):
         if len(ggufs) > 1:
             raise RequestError(f"{path}: holds {len(ggufs)} GGUF files; name one of them: {ggufs[0].name}, ...")
         return ggufs[0]
@@ -166,10 +172,10 @@ def _from_folder(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _require_vocabulary(path: Path) -> None:
-    if not any((path / name).exists() for name in VOCABULARIES) and not any(path.glob("*.tiktoken")):
+    if not any((path / name).exists() for name in VOCABULARY_FILES) and not any(path.glob("*.tiktoken")):
         raise SourceError(
-            f"{path}: no tokenizer (none of {', '.join(VOCABULARIES)}). Copy the tokenizer files of the model into this "
-            "folder; calibration, evaluation and generation need them."
+            f"{path}: no tokenizer (none of {', '.join(VOCABULARY_FILES)}). Copy the tokenizer files of the model into"
+            " this folder; calibration, evaluation and generation need them."
         )
 
 

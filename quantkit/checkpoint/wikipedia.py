@@ -26,7 +26,10 @@ NEWS = "gensim/test/test_data/lee_background.cor"
 
 
 def wikipedia_sample(members: Mapping[str, bytes]) -> dict[str, str]:
-    """The wheel's members (path -> content) -> {"calibration.txt": text, "evaluation.txt": text}."""
+    """Make both halves of the Wikipedia sample.
+
+    members: of the wheel, path -> content. Returns {"calibration.txt": text, "evaluation.txt": text}.
+    """
     filter_wiki = _filter_wiki(members[WIKICORPUS].decode("utf-8"), members[UTILS].decode("utf-8"))
     articles = [_article(title, filter_wiki(markup)) for title, markup in _pages(members[DUMP])]
     articles = [article for article in articles if len(article) > SHORTEST]
@@ -38,13 +41,16 @@ def wikipedia_sample(members: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def news_sample(members: Mapping[str, bytes]) -> dict[str, str]:
-    """The wheel's members -> {"evaluation.txt": text}: one article a paragraph, repeated ones and HTML tags dropped."""
+    """Make the news sample: one article a paragraph, repeated ones and HTML tags dropped.
+
+    members: of the wheel, path -> content. Returns {"evaluation.txt": text}.
+    """
     lines = (re.sub(r"</?\w+>", "", line).strip() for line in members[NEWS].decode("utf-8").split("\n"))
     return {"evaluation.txt": "\n\n".join(dict.fromkeys(line for line in lines if line))}
 
 
 def _pages(dump: bytes) -> Iterator[tuple[str, str]]:
-    """(title, wiki markup) of the dump's main-namespace pages, in file order."""
+    """Yield (title, wiki markup) of the dump's main-namespace pages, in file order."""
     for _, element in iterparse(io.BytesIO(bz2.decompress(dump))):
         if element.tag.endswith("}page"):
             space = element.tag.removesuffix("page")
@@ -54,7 +60,10 @@ def _pages(dump: bytes) -> Iterator[tuple[str, str]]:
 
 
 def _article(title: str, text: str) -> str:
-    """Title and prose: emphasis marks and list or table lines dropped, headings as paragraphs of their own."""
+    """Return title and prose of a page.
+
+    Emphasis marks and list or table lines are dropped, headings are paragraphs of their own.
+    """
     text = re.sub(r"'{2,}", "", text)
     text = re.sub(r"^=+[ \t]*([^=]*?)[ \t]*=+[ \t]*$", r"\n\1\n", text, flags=re.MULTILINE)
     text = re.sub(r"^[*#:;|!{}].*$", "", text, flags=re.MULTILINE)
@@ -62,7 +71,7 @@ def _article(title: str, text: str) -> str:
 
 
 def _filter_wiki(wikicorpus: str, utils: str) -> Callable[[str], str]:
-    """gensim's ``filter_wiki``, from the source text of the two modules that define it."""
+    """Make gensim's ``filter_wiki`` from the source text of the two modules that define it."""
     helpers = _definitions(
         utils,
         {"RE_HTML_ENTITY", "any2unicode", "to_unicode", "safe_unichr", "decode_htmlentities"},

@@ -32,7 +32,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class WrittenTensor:
     """One written tensor: where it lies and what it is."""
 
     part: str
@@ -46,25 +46,28 @@ class Entry:
 
 
 class CheckpointWriter:
-    """``add_part`` as often as needed, other files into ``folder``, ``assemble``, check, ``commit``; or ``abandon``.
+    """Writes a folder: ``add_part`` as often as needed, ``assemble``, check, ``commit``; or ``abandon``.
 
-    Raises RequestError if ``out`` exists (unless overwrite), CheckpointError if a name is written twice,
-    QuantkitError when the disk is full.
+    Other files go into ``folder`` meanwhile.
+
+    Raises RequestError if ``out`` exists (unless overwrite), CheckpointError if a name is written twice, QuantkitError
+    when the disk is full.
     """
 
     def __init__(
         self, out: Path, *, overwrite: bool = False, stem: str = "model", shard_bytes: int = SHARD_BYTES,
         kept: Path | None = None, token: str = "",
     ) -> None:  # fmt: skip
-        """stem: what the weight files are called, one of ``source.STEMS``.
+        """Make the folder for the parts.
 
-        kept: a folder for the parts that outlives this process; ``token`` then names ``folder`` and must be the same each
-        time. ``folder`` is made by ``fresh_folder`` then, and parts with facts can be found again by ``find_part``.
+        stem: what the weight files are called, one of ``source.STEMS``. kept: a folder for the parts that outlives this
+        process; ``token`` then names ``folder`` and must be the same each time. ``folder`` is made by ``fresh_folder``
+        then, and parts with facts can be found again by ``find_part``.
         """
         if kept is None:
             check_output(out, overwrite)
         self.out, self.overwrite, self.stem, self.shard_bytes, self.kept = out, overwrite, stem, shard_bytes, kept
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, WrittenTensor] = {}
         token = token or str(os.getpid())
         self.folder, self._old = partial_folder(out, token), replaced_folder(out, token)
         self._parts = (kept or self.folder) / "parts"
@@ -72,7 +75,7 @@ class CheckpointWriter:
             self._parts.mkdir(parents=True, exist_ok=kept is not None)
 
     def read(self, name: str) -> Tensor:
-        """A tensor that was written, read back from its part."""
+        """Read back a tensor that was written, from its part."""
         from safetensors import safe_open
 
         with safe_open(self._parts / f"{self.entries[name].part}.safetensors", framework="pt") as file:
@@ -82,9 +85,10 @@ class CheckpointWriter:
     def add_part(
         self, part: str, tensors: dict[str, Tensor], facts: dict[str, Any] | None = None, *, over: bool = False
     ) -> None:
-        """Write some tensors to disk now. They may be freed afterwards. With facts (JSON), durably: see ``find_part``.
+        """Write some tensors to disk now; they may be freed afterwards.
 
-        over: they take the place of those that earlier parts hold under the same names.
+        facts: a JSON object to keep with them; the part is then written durably: see ``find_part``.
+        over: the tensors take the place of those that earlier parts hold under the same names.
         """
         from safetensors.torch import save_file
 
@@ -92,7 +96,7 @@ class CheckpointWriter:
         if twice:
             raise CheckpointError(f"{twice[0]}: written twice")
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        entries = {n: Entry(part, t.dtype, tuple(t.shape), tensor_sha256(t)) for n, t in contiguous.items()}
+        entries = {n: WrittenTensor(part, t.dtype, tuple(t.shape), tensor_sha256(t)) for n, t in contiguous.items()}
         file = self._parts / f"{part}.safetensors"
         with disk(self._parts):
             if facts is None:
@@ -106,8 +110,10 @@ class CheckpointWriter:
         self.entries.update(entries)
 
     def find_part(self, part: str) -> dict[str, Any] | None:
-        """The facts of a part that an earlier process finished; its tensors then count as written. None if there is no
-        such part or any byte of it is damaged: it has to be made again."""
+        """Return the facts of a part that an earlier process finished; its tensors then count as written.
+
+        None if there is no such part or any byte of it is damaged: it has to be made again.
+        """
         from safetensors import SafetensorError, safe_open
 
         record = read_record(self._parts / f"{part}.json")
@@ -122,12 +128,12 @@ class CheckpointWriter:
             return None
         dtypes = {text: dtype for dtype, text in NAMES.items()}
         for name, dtype, shape, sha256 in record["entries"]:
-            self.entries[name] = Entry(part, dtypes[dtype], tuple(shape), sha256)
+            self.entries[name] = WrittenTensor(part, dtypes[dtype], tuple(shape), sha256)
         facts: dict[str, Any] = record["facts"]
         return facts
 
     def forget(self, parts: Iterable[str]) -> None:
-        """These parts will be made again: their tensors no longer count as written."""
+        """Forget parts that will be made again: their tensors no longer count as written."""
         gone = set(parts)
         self.entries = {name: entry for name, entry in self.entries.items() if entry.part not in gone}
 
@@ -138,7 +144,10 @@ class CheckpointWriter:
             self.folder.mkdir()
 
     def assemble(self) -> None:
-        """Join the parts into shards and write the index. The folder is complete then, but not yet under its final name."""
+        """Join the parts into shards and write the index.
+
+        The folder is complete then, but not yet under its final name.
+        """
         with disk(self.folder):
             shards = self._shards()
             weight_map: dict[str, str] = {}
@@ -194,7 +203,10 @@ class CheckpointWriter:
         return shards
 
     def _assemble(self, file: Path, names: list[str]) -> None:
-        """One safetensors file, streamed. Wide dtypes first, as the library orders them: every tensor stays aligned."""
+        """Write one safetensors file, streamed.
+
+        Wide dtypes first, as the library orders them: every tensor stays aligned.
+        """
         from safetensors import safe_open
 
         ordered = sorted(names, key=lambda n: (-self.entries[n].dtype.itemsize, n))
@@ -209,7 +221,8 @@ class CheckpointWriter:
         text += b" " * (-len(text) % 8)
         with file.open("wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
-            # Neighbours mostly lie in one part, whose header takes longer to read than a small tensor. One is open at a time: what
+            # Neighbours mostly lie in one part, whose header takes longer to read than a small tensor. One is open at a
+            # time: what
             # was read of it stays in memory until it is closed.
             for part, group in groupby(ordered, lambda name: self.entries[name].part):
                 with safe_open(self._parts / f"{part}.safetensors", framework="pt") as opened:
@@ -220,7 +233,7 @@ class CheckpointWriter:
 
 
 def check_output(out: Path, overwrite: bool) -> None:
-    """Raises RequestError if ``out`` cannot become a new folder."""
+    """Raise RequestError if ``out`` cannot become a new folder."""
     if out.is_symlink():
         raise RequestError(f"{out}: is a symbolic link. Give the folder itself as --out.")
     if out.exists() and not overwrite:
@@ -234,17 +247,20 @@ def check_output(out: Path, overwrite: bool) -> None:
 
 
 def partial_folder(out: Path, token: str) -> Path:
-    """Where ``out`` is put together: beside it, so that one rename finishes it."""
+    """Return where ``out`` is put together: beside it, so that one rename finishes it."""
     return out.parent / f".{out.name}.partial-{token}"
 
 
 def replaced_folder(out: Path, token: str) -> Path:
-    """Where the model that ``out`` replaces lies for the moment between two renames."""
+    """Return where the model that ``out`` replaces lies for the moment between two renames."""
     return out.parent / f".{out.name}.replaced-{token}"
 
 
 def write_record(path: Path, data: dict[str, Any]) -> None:
-    """A JSON object that is on the disk, whole, or not there (write, fsync, rename); it carries its own checksum."""
+    """Write a JSON object that is on the disk, whole, or not there (write, fsync, rename).
+
+    It carries its own checksum.
+    """
     text = json.dumps(data, ensure_ascii=False)
     new = path.with_suffix(".new-record")
     new.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
@@ -254,7 +270,7 @@ def write_record(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """What ``write_record`` wrote; None if it is missing or damaged."""
+    """Read what ``write_record`` wrote; None if it is missing or damaged."""
     try:
         digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
@@ -275,18 +291,19 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
+    """Write JSON for people: indented, UTF-8."""
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def tensor_sha256(tensor: Tensor) -> str:
-    """sha256 over dtype, shape and bytes of a tensor."""
+    """Return the sha256 over dtype, shape and bytes of a tensor."""
     digest = hashlib.sha256(f"{NAMES[tensor.dtype]}{list(tensor.shape)}".encode())
     digest.update(_bytes(tensor.cpu().contiguous()))
     return digest.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """The tensor's bytes as a buffer, not copied."""
+    """Return the tensor's bytes as a buffer, not copied."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""  # type: ignore[arg-type]
 
 
@@ -306,8 +323,10 @@ class disk:  # noqa: N801  (reads as a statement)
 
 
 def _system_error(error: BaseException | None) -> int | None:
-    """The system's error number; 0 if there is none to be had; None if the system is not what failed. The libraries that
-    write for us raise errors of their own, with the number in the text."""
+    """Return the system's error number; 0 if it is not known; None if the system is not what failed.
+
+    The libraries that write for us raise errors of their own, with the number in the text.
+    """
     if isinstance(error, OSError):
         return error.errno or 0
     found = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, Exception) else None
@@ -326,8 +345,8 @@ def _cannot_write(folder: Path, number: int, error: BaseException | None) -> str
         return (
             f"{folder}: a file has grown larger than is allowed here. Raise the limit (ulimit -f), or use another disk."
         )
-    said = os.strerror(number) if number else str(error)
-    return f"{folder}: cannot write ({said}). Make it writable, or use a folder on another disk."
+    reason = os.strerror(number) if number else str(error)
+    return f"{folder}: cannot write ({reason}). Make it writable, or use a folder on another disk."
 
 
 def _existing(path: Path) -> Path:
@@ -335,7 +354,7 @@ def _existing(path: Path) -> Path:
 
 
 def _mount(path: Path) -> Path:
-    """The root of the file system that holds ``path``: what `df` calls "mounted on"."""
+    """Return the root of the file system that holds ``path``: what `df` calls "mounted on"."""
     path = path.resolve()
     device = path.stat().st_dev
     return [p for p in (path, *path.parents) if p.stat().st_dev == device][-1]

@@ -11,10 +11,13 @@ import click
 
 from quantkit.algorithms import LATER as LATER_METHODS
 from quantkit.algorithms import METHODS
+from quantkit.cli.option_groups import GroupedCommand, grouped
 from quantkit.cli.output import print_json, print_lines
 from quantkit.cli.progress import bar
 from quantkit.errors import RequestError
 from quantkit.formats import WRITABLE
+
+FORMER_NAMES = {"products": "matmul_precision"}  # as in convert.options.resolve, which is loaded only when it is needed
 
 
 class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
@@ -31,27 +34,40 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
             return int(value)
         except ValueError:
             raise RequestError(
-                f"--group-size {value}: a positive number of inputs, 'channel', or 'auto' with --target-bpw or --target-size."
+                f"--group-size {value}: a positive number of inputs, 'channel', or 'auto' with --target-bpw or"
+                " --target-size."
             ) from None
 
 
-@click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
+def _normalize(token: str) -> str:
+    """Underscores are hyphens, and an option's former name is its name of today."""
+    name = token.replace("_", "-")
+    return {old.replace("_", "-"): new.replace("_", "-") for old, new in FORMER_NAMES.items()}.get(name, name)
+
+
+@click.command(cls=GroupedCommand, context_settings={"token_normalize_func": _normalize})
 @click.argument("source")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to create; must not exist.")
-@click.option(
+@grouped("Basic", "--out", required=True, type=click.Path(path_type=Path), help="Folder to create; must not exist.")
+@grouped(
+    "Basic",
+    "--preset",
+    metavar="NAME",
+    help=(
+        "fast (hqq, no text), balanced (gptq, channels scaled, tokens weighed) or best (tune, then --distil 128); an"
+        " option given wins."
+    ),
+)
+@grouped(
+    "Basic",
     "--method",
     default="gptq",
     show_default=True,
     metavar="METHOD",
     help=f"{', '.join(METHODS[:-1])} or {METHODS[-1]}. ({', '.join(LATER_METHODS)}: later)",
 )
-@click.option(
-    "--preset",
-    metavar="NAME",
-    help="fast (hqq, no text), balanced (gptq, channels scaled, tokens weighed) or best (tune, then --distil 128); an option given wins.",
-)
-@click.option("--bits", type=int, default=4, show_default=True, help="2 to 8.")
-@click.option(
+@grouped("Basic", "--bits", type=int, default=4, show_default=True, help="2 to 8.")
+@grouped(
+    "Basic",
     "--group-size",
     type=GroupSize(),
     default="128",
@@ -59,38 +75,11 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     metavar="SIZE|channel|auto",
     help="Inputs per scale, or 'channel'; auto: chosen with the bits (only with --target-*, and the default there).",
 )
-@click.option(
-    "--target-bpw",
-    type=float,
-    metavar="BITS",
-    help="Instead of --bits: bits and group size of each layer by measured damage, at most so many bits per weight of the whole model (all "
-    "tensors counted; head and embeddings are quantized, too, where the format can).",
+@grouped(
+    "Basic", "--sym/--asym", "symmetric", default=False, help="Fixed zero point, or one per group. [default: asym]"
 )
-@click.option("--target-size", metavar="SIZE", help="The same in bytes of all tensors: 3.5GB, 700MB, 1.2GiB.")
-@click.option("--sym/--asym", "symmetric", default=False, help="Fixed zero point, or one per group. [default: asym]")
-@click.option(
-    "--activations",
-    default="none",
-    show_default=True,
-    metavar="none|int8",
-    help="int8: inputs of the quantized linears are rounded per token at run time (W8A8); sets --bits 8 --group-size channel --sym.",
-)
-@click.option(
-    "--rule",
-    "rules",
-    multiple=True,
-    metavar="GLOB=SETTINGS",
-    help="Other settings for some modules: '*.down_proj=bits:8,group:64', 'lm_head=bits:8', '*.v_proj=keep'. Repeatable; first match wins.",
-)
-@click.option(
-    "--scales",
-    default="search",
-    show_default=True,
-    metavar="HOW",
-    help="search: smallest squared error; minmax: the extremes.",
-)
-@click.option("--scale-dtype", default="float16", show_default=True, metavar="DTYPE", help="float16 or bfloat16.")
-@click.option(
+@grouped(
+    "Basic",
     "--format",
     "format_",
     default="compressed-tensors",
@@ -98,51 +87,147 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     metavar="FORMAT",
     help=f"{', '.join(WRITABLE[:-1])} or {WRITABLE[-1]}.",
 )
-@click.option(
-    "--kv-bits",
-    default="16",
-    show_default=True,
-    metavar="BITS",
-    help="KV cache: 16, 8, 4, 3, 2, fp8, or keys and values apart: k4v2. Calibrated and stored.",
-)
-@click.option(
-    "--kv-scales",
-    default="online",
-    show_default=True,
-    metavar="HOW",
-    help="online: each page of the cache has its own; static: calibrated, one per channel.",
-)
-@click.option(
-    "--kv-budget",
-    type=float,
-    metavar="BITS",
-    help="Instead of --kv-bits: 8, 4, 3 or 2 for keys and for values of each layer, by measured damage; at most so many bits a number "
-    "on average (codes; scales come on top and are reported).",
-)
-@click.option(
+@grouped(
+    "Basic",
     "--calibration",
     default="wikipedia-sample",
     show_default=True,
     metavar="TEXT",
     help="NAME, FILE (.txt, .jsonl, .parquet), hub:dataset[:config[:split]], or self: the model writes it.",
 )
-@click.option("--samples", type=int, default=128, show_default=True, help="Calibration windows.")
-@click.option("--seq-len", type=int, default=1024, show_default=True, help="Tokens per window.")
-@click.option(
+@grouped("Basic", "--samples", type=int, default=128, show_default=True, help="Calibration windows.")
+@grouped("Basic", "--seq-len", type=int, default=1024, show_default=True, help="Tokens per window.")
+@grouped(
+    "KV cache",
+    "--kv-bits",
+    default="16",
+    show_default=True,
+    metavar="BITS",
+    help="KV cache: 16, 8, 4, 3, 2, fp8, or keys and values apart: k4v2. Calibrated and stored.",
+)
+@grouped(
+    "KV cache",
+    "--kv-scales",
+    default="online",
+    show_default=True,
+    metavar="HOW",
+    help="online: each page of the cache has its own; static: calibrated, one per channel.",
+)
+@grouped(
+    "KV cache",
+    "--kv-budget",
+    type=float,
+    metavar="BITS",
+    help=(
+        "Instead of --kv-bits: 8, 4, 3 or 2 for keys and for values of each layer, by measured damage; at most so many"
+        " bits a number on average (codes; scales come on top and are reported)."
+    ),
+)
+@grouped(
+    "Choosing bits",
+    "--target-bpw",
+    type=float,
+    metavar="BITS",
+    help=(
+        "Instead of --bits: bits and group size of each layer by measured damage, at most so many bits per weight of"
+        " the whole model (all tensors counted; head and embeddings are quantized, too, where the format can)."
+    ),
+)
+@grouped(
+    "Choosing bits", "--target-size", metavar="SIZE", help="The same in bytes of all tensors: 3.5GB, 700MB, 1.2GiB."
+)
+@grouped(
+    "Choosing bits",
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="GLOB=SETTINGS",
+    help=(
+        "Other settings for some modules: '*.down_proj=bits:8,group:64', 'lm_head=bits:8', '*.v_proj=keep'. Repeatable;"
+        " first match wins."
+    ),
+)
+@grouped(
+    "Method details",
+    "--scales",
+    default="search",
+    show_default=True,
+    metavar="HOW",
+    help="search: smallest squared error; minmax: the extremes.",
+)
+@grouped(
+    "Method details",
+    "--scale-dtype",
+    default="float16",
+    show_default=True,
+    metavar="DTYPE",
+    help="float16 or bfloat16.",
+)
+@grouped(
+    "Method details",
+    "--activations",
+    default="none",
+    show_default=True,
+    metavar="none|int8",
+    help=(
+        "int8: inputs of the quantized linears are rounded per token at run time (W8A8); sets --bits 8 --group-size"
+        " channel --sym."
+    ),
+)
+@grouped(
+    "Method details",
     "--damping",
     type=float,
     default=0.01,
     show_default=True,
     help="gptq, awq: share of the Hessian's mean diagonal that is added to it.",
 )
-@click.option(
+@grouped(
+    "Method details",
+    "--fold/--no-fold",
+    default=False,
+    help=(
+        "gptq: scale channels by AWQ's search first; norms and biases change too. (preset balanced; --no-fold takes it"
+        " out)"
+    ),
+)
+@grouped(
+    "Method details",
+    "--guided/--no-guided",
+    default=False,
+    help=(
+        "gptq: tokens count by what they mean to the model's output, measured first in one pass forward and back."
+        " (preset balanced; --no-guided takes it out)"
+    ),
+)
+@grouped(
+    "Method details",
+    "--gptaq/--no-gptaq",
+    default=False,
+    help=(
+        "gptq: aim at the outputs that the original model's inputs give; another pass over the text, another stream of"
+        " states."
+    ),
+)
+@grouped(
+    "Method details",
+    "--rotate/--no-rotate",
+    default=False,
+    help=(
+        "Rotate residual stream and values first (Hadamard, folded into the weights; llama, mistral, qwen3). A tied"
+        " head becomes a matrix of its own."
+    ),
+)
+@grouped(
+    "Method details",
     "--tune-steps",
     type=int,
     default=120,
     show_default=True,
     help="tune: steps of learning per block; time grows with them.",
 )
-@click.option(
+@grouped(
+    "Method details",
     "--distil",
     type=int,
     default=0,
@@ -150,87 +235,60 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
     metavar="WINDOWS",
     help="After the blocks: scales and norms learn the original's distribution on so many windows, codes stay. 0: no.",
 )
-@click.option(
-    "--fold/--no-fold",
-    default=False,
-    help="gptq: scale channels by AWQ's search first; norms and biases change too. (preset balanced; --no-fold takes it out)",
+@grouped(
+    "Method details",
+    "--strict-groups",
+    is_flag=True,
+    help="Refuse a group size that does not divide, instead of adapting it.",
 )
-@click.option(
-    "--guided/--no-guided",
-    default=False,
-    help="gptq: tokens count by what they mean to the model's output, measured first in one pass forward and back. (preset balanced; --no-guided takes it out)",
+@grouped("Running", "--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
+@grouped("Running", "--overwrite", is_flag=True, help="Replace an existing model folder.")
+@grouped("Running", "--resume", is_flag=True, help="Go on with a job that was killed or stopped.")
+@grouped(
+    "Running", "--work-dir", type=click.Path(path_type=Path), help="Where finished blocks are kept. [beside --out]"
 )
-@click.option(
-    "--rotate/--no-rotate",
-    default=False,
-    help="Rotate residual stream and values first (Hadamard, folded into the weights; llama, mistral, qwen3). A tied head becomes a matrix of its own.",
-)
-@click.option(
-    "--gptaq/--no-gptaq",
-    default=False,
-    help="gptq: aim at the outputs that the original model's inputs give; another pass over the text, another stream of states.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Which windows of the text are drawn.")
-@click.option("--strict-groups", is_flag=True, help="Refuse a group size that does not divide, instead of adapting it.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing model folder.")
-@click.option("--resume", is_flag=True, help="Go on with a job that was killed or stopped.")
-@click.option("--work-dir", type=click.Path(path_type=Path), help="Where finished blocks are kept. [beside --out]")
-@click.option(
+@grouped(
+    "Running",
     "--device",
     default="auto",
     show_default=True,
     metavar="DEVICE",
     help="auto (a GPU if torch sees one), cpu, or cuda.",
 )
-@click.option(
-    "--products",
+@grouped(
+    "Running",
+    "--matmul-precision",
     default="auto",
     show_default=True,
     metavar="HOW",
-    help="Calibration's matrix products: float32, bf16x6 (six bf16 products, as exact), bf16x3 (less so), bf16 (one), auto: bf16x6 on a GPU, bf16 on a CPU with AMX.",
+    help=(
+        "Calibration's matrix products: float32, bf16x6 (six bf16 products, as exact), bf16x3 (less so), bf16 (one),"
+        " auto: bf16x6 on a GPU, bf16 on a CPU with AMX."
+    ),
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@grouped("Running", "--seed", type=int, default=0, show_default=True, help="Which windows of the text are drawn.")
+@grouped("Running", "--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Quantize SOURCE into the folder --out: a complete checkpoint with config, tokenizer and manifest.
 
-    SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch` knows.
-    A SOURCE that is quantized already is repacked into --format: the same codes; with --kv-bits its cache is calibrated too.
+    SOURCE is a Hugging Face folder, a .gguf file, a hub id (org/name[@revision]), or a name that `quantkit fetch`
+    knows. A SOURCE that is quantized already is repacked into --format: the same codes; with --kv-bits its cache is
+    calibrated too.
     """
-    from quantkit.convert.options import (
-        ConvertOptions,
-        apply_activations,
-        apply_preset,
-        apply_target,
-    )
-    from quantkit.convert.plan import make_plan
-    from quantkit.convert.refusals import refuse_without_effect
-    from quantkit.convert.repack import plan_repack
-    from quantkit.convert.repack_request import refuse_preset
-    from quantkit.convert.run import run
+    from quantkit.convert import api
+    from quantkit.convert.plan.plan import Plan
 
-    preset = given.pop("preset")
-    given.update(apply_preset(preset, _typed(given)))
-    given.update(apply_activations({**_typed(given), "activations": given["activations"]}))
-    given.update(apply_target(_typed(given)))
     started = time.perf_counter()
-    options = ConvertOptions(source=source, out=out, preset=preset, format=format_, **given)
-    repacking = plan_repack(source, out, _typed({**given, "format": format_}))
-    if repacking is not None:
-        refuse_preset(source, preset)
-        _run_repack(repacking, started, dry_run=dry_run, as_json=as_json)
-        return
-    refuse_without_effect(_typed(given), options)
-    plan = make_plan(options)
+    typed = _typed({**given, "format": format_})
+    planned = api.plan_request(source, out, preset=given["preset"], **typed)
     if dry_run:
-        from quantkit.convert.describe import describe, plan_json
-
-        print_json(plan_json(plan)) if as_json else print_lines(describe(plan))
-        _end_dry_run(plan)
+        print_json(api.plan_json(planned)) if as_json else print_lines(api.describe(planned))
+        _end_dry_run(planned)
         return
-    plan.raise_problems()
-    if not as_json:
-        for warning in plan.warnings:
+    planned.raise_problems()
+    repacking = not isinstance(planned, Plan)
+    if not as_json and not repacking:
+        for warning in planned.warnings:
             print_lines(f"note: {warning}", err=True)
     with bar() as listen:
 
@@ -240,14 +298,13 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
             elif not as_json:  # while there is still time to ask for something else
                 print_lines(progress.note, err=True)
 
-        report = run(plan, heard, started)
+        report = api.execute(planned, heard, started)
     if as_json:
         print_json(report.to_json())
         return
-    print_lines(report.table(warned=True))
-    print_lines(
-        f"  next      {shlex.join(['quantkit', 'eval', str(report.out), '--baseline', str(plan.options.source)])}"
-    )
+    print_lines(report.table(warned=not repacking))
+    if not repacking:
+        print_lines(f"  next      {shlex.join(['quantkit', 'eval', str(report.out), '--baseline', source])}")
 
 
 def _end_dry_run(plan: Any) -> None:
@@ -259,7 +316,7 @@ def _end_dry_run(plan: Any) -> None:
 
 
 def _typed(given: dict[str, Any]) -> dict[str, Any]:
-    """The options that stand on the command line."""
+    """Return the options that stand on the command line, but for the preset."""
     from click.core import ParameterSource
 
     context = click.get_current_context()
@@ -267,18 +324,5 @@ def _typed(given: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in given.items()
-        if context.get_parameter_source(parameter.get(name, name)) is ParameterSource.COMMANDLINE
+        if name != "preset" and context.get_parameter_source(parameter.get(name, name)) is ParameterSource.COMMANDLINE
     }
-
-
-def _run_repack(plan: Any, started: float, *, dry_run: bool, as_json: bool) -> None:
-    from quantkit.convert.repack import run_repack
-
-    if dry_run:
-        print_json(plan.to_json()) if as_json else print_lines(plan.describe())
-        _end_dry_run(plan)
-        return
-    plan.raise_problems()
-    with bar() as listen:
-        report = run_repack(plan, lambda p: listen(p.stage, p.done, p.total, p.note), started)
-    print_json(report.to_json()) if as_json else print_lines(report.table())

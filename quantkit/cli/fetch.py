@@ -36,8 +36,10 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
     }
     if as_json:
         facts = {
-            name: {"folder": str(folder)}
-            | ({"licence": known[name].licence, "sha256": known[name].files} if name in known else {})
+            name: (
+                {"folder": str(folder)}
+                | ({"licence": known[name].licence, "sha256": known[name].files} if name in known else {})
+            )
             for name, folder in folders.items()
         }
         click.echo(json.dumps(facts))

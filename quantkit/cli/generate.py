@@ -8,62 +8,64 @@ from typing import Any
 
 import click
 
+from quantkit.cli.option_groups import GroupedCommand, grouped
 from quantkit.cli.output import print_json
 from quantkit.errors import RequestError
 
+LOADING = ("device", "dtype", "kv_bits", "kv_scales", "head_bits")  # options of quantkit.load, passed on as they are
 
-@click.command()
+
+@click.command(cls=GroupedCommand)
 @click.argument("model")
-@click.option("--prompt", required=True, help="Text to continue; '-' reads it from standard input.")
-@click.option("--chat", is_flag=True, help="Put the prompt into the model's chat template.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token.")
-@click.option("--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0: all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the smallest set of this probability.")
-@click.option("--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the best.")
-@click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat less.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Same seed and prompt: same text.")
-@click.option("--stop", multiple=True, help="String that ends the text (repeatable); not printed.")
-@click.option(
+@grouped("Text", "--prompt", required=True, help="Text to continue; '-' reads it from standard input.")
+@grouped("Text", "--chat", is_flag=True, help="Put the prompt into the model's chat template.")
+@grouped("Text", "--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
+@grouped("Text", "--stop", multiple=True, help="String that ends the text (repeatable); not printed.")
+@grouped("Text", "--stream/--no-stream", default=True, show_default=True, help="Print text as it comes.")
+@grouped("Text", "--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@grouped(
+    "Sampling", "--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely token."
+)
+@grouped("Sampling", "--top-k", type=int, default=0, show_default=True, help="Keep the k most likely tokens; 0: all.")
+@grouped(
+    "Sampling", "--top-p", type=float, default=1.0, show_default=True, help="Keep the smallest set of this probability."
+)
+@grouped(
+    "Sampling", "--min-p", type=float, default=0.0, show_default=True, help="Drop tokens below this share of the best."
+)
+@grouped("Sampling", "--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat less.")
+@grouped("Sampling", "--seed", type=int, default=0, show_default=True, help="Same seed and prompt: same text.")
+@grouped(
+    "KV cache",
     "--kv-bits",
     metavar="BITS",
     help="KV cache of 16, 8, 4, 3, 2 bits, fp8, or k4v2: keys and values apart.  [default: what the model says]",
 )
-@click.option(
-    "--kv-scales", type=click.Choice(["online", "static"]), help="Scales made on the way, or those that convert stored."
+@grouped(
+    "KV cache",
+    "--kv-scales",
+    type=click.Choice(["online", "static"]),
+    help="Scales made on the way, or those that convert stored.",
 )
-@click.option("--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
-@click.option("--stream/--no-stream", default=True, show_default=True, help="Print text as it comes.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
-@click.option("--no-graphs", is_flag=True, help="GPU: launch decode steps kernel by kernel, not as CUDA graphs.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def command(
-    model: str,
-    prompt: str,
-    kv_bits: str | None,
-    kv_scales: Any,
-    head_bits: int | None,
-    stream: bool,
-    device: str,
-    dtype: str,
-    no_graphs: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Generate text with MODEL: a folder, a .gguf file, a hub id (org/name), or a name that `quantkit fetch` knows. Timings go to stderr."""
+@grouped("Running", "--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
+@grouped("Running", "--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@grouped("Running", "--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
+@grouped("Running", "--no-graphs", is_flag=True, help="GPU: launch decode steps kernel by kernel, not as CUDA graphs.")
+def command(*, model: str, prompt: str, stream: bool, no_graphs: bool, as_json: bool, **given: Any) -> None:
+    """Generate text with MODEL: a folder, a .gguf file, a hub id (org/name), or a name that `quantkit fetch` knows.
+    Timings go to stderr.
+    """
+    from quantkit.runtime.generate.sampling import GenerationOptions
     from quantkit.runtime.load import load
-    from quantkit.runtime.sampling import GenerationOptions
 
-    wanted = GenerationOptions(**options)  # a wrong option is told before the model is loaded
+    loading = {name: given.pop(name) for name in LOADING}
+    wanted = GenerationOptions(**given)  # a wrong option is told before the model is loaded
     if prompt == "-":
         prompt = sys.stdin.read()
     if not prompt:
         raise RequestError("--prompt: the prompt is empty. Give some text.")
     start = time.perf_counter()
-    loaded = load(
-        model, device=device, dtype=dtype, kv_bits=kv_bits, kv_scales=kv_scales, head_bits=head_bits, graphs=not no_graphs
-    )  # fmt: skip
+    loaded = load(model, graphs=not no_graphs, **loading)
     load_seconds = time.perf_counter() - start
     if stream and not as_json:
         result = _print_stream(loaded.stream(prompt, wanted))
@@ -71,37 +73,49 @@ def command(
         result = loaded.generate(prompt, wanted)
         if not as_json:
             click.echo(result.text)
-    latencies = sorted(result.inter_token_latencies)
-    median = latencies[len(latencies) // 2] if latencies else 0.0
     if as_json:
-        print_json(
-            {
-                "text": result.text,
-                "tokens": result.tokens,
-                "finish_reason": result.finish_reason,
-                "prompt_tokens": result.prompt_tokens,
-                "load_seconds": load_seconds,
-                "time_to_first_token": result.time_to_first_token,
-                "inter_token_latency_median": median,
-                "inter_token_latencies": result.inter_token_latencies,
-                "tokens_per_second": result.tokens_per_second,
-                "kv_bits": loaded.kv_bits,
-                "kv_scales": loaded.kv_plan.kind,
-                "kv_stored_bits": loaded.kv_stored_bits,
-                "kv_cache_bytes": result.kv_cache_bytes,
-                "memory": loaded.memory(),
-                "device": str(loaded.device),
-                "dtype": str(loaded.dtype).removeprefix("torch."),
-                "decoding": loaded.decoding,
-            }
-        )
-        return
-    click.echo(
+        print_json(_record(loaded, result, load_seconds))
+    else:
+        click.echo(_timings(loaded, result, load_seconds), err=True)
+
+
+def _median_latency(result: Any) -> float:
+    """Seconds between tokens; 0 for an answer of one token."""
+    latencies = sorted(result.inter_token_latencies)
+    return latencies[len(latencies) // 2] if latencies else 0.0
+
+
+def _record(loaded: Any, result: Any, load_seconds: float) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "load_seconds": load_seconds,
+        "time_to_first_token": result.time_to_first_token,
+        "inter_token_latency_median": _median_latency(result),
+        "inter_token_latencies": result.inter_token_latencies,
+        "tokens_per_second": result.tokens_per_second,
+        "kv_bits": loaded.kv_bits,
+        "kv_scales": loaded.kv_plan.kind,
+        "kv_stored_bits": loaded.kv_stored_bits,
+        "kv_cache_bytes": result.kv_cache_bytes,
+        "memory": loaded.memory(),
+        "device": str(loaded.device),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "decoding": loaded.decoding,
+    }
+
+
+def _timings(loaded: Any, result: Any, load_seconds: float) -> str:
+    """One line for people."""
+    return (
         f"loaded in {load_seconds:.1f} s; {result.prompt_tokens} prompt tokens, first token after "
-        f"{result.time_to_first_token * 1e3:.0f} ms; {len(result.tokens)} tokens, {median * 1e3:.1f} ms each (median), "
+        f"{result.time_to_first_token * 1e3:.0f} ms; {len(result.tokens)} tokens,"
+        f" {_median_latency(result) * 1e3:.1f} ms each (median), "
         f"{result.tokens_per_second:.1f} tokens/s; KV cache {loaded.kv_words}, {result.kv_cache_bytes / 1e6:.2f} MB; "
-        f"ended by {result.finish_reason}",
-        err=True,
+        f"ended by {result.finish_reason}"
     )
 
 

@@ -21,7 +21,7 @@ EXPERT = re.compile(r"experts\.\d+")
 def command(source: str, check: bool, as_json: bool) -> None:
     """Show what quantkit finds in SOURCE: architecture, decoder blocks, linears, sizes. Reads headers only;
     --check also builds a small random model of the same architecture and proves on it what a conversion relies on."""
-    from quantkit.checkpoint.source import open_source
+    from quantkit.checkpoint.open import open_source
 
     opened = open_source(source)
     data = _structure(opened) if opened.quantization() is None else _quantized(opened)
@@ -31,7 +31,7 @@ def command(source: str, check: bool, as_json: bool) -> None:
 
         proof = check_model(opened.config)
     if as_json:
-        print_json(data if proof is None else {**data, "check": proof.to_json()})
+        print_json(_json(data) if proof is None else {**_json(data), "check": proof.to_json()})
         return
     lines = [str(opened.path), *_lines(data)]
     if proof is not None:
@@ -39,9 +39,14 @@ def command(source: str, check: bool, as_json: bool) -> None:
     print_lines("\n".join(lines))
 
 
+def _json(data: dict[str, Any]) -> dict[str, Any]:
+    """What was found, for programs."""
+    return {key: [each.to_json() for each in value] if key == "engines" else value for key, value in data.items()}
+
+
 def _lines(data: dict[str, Any]) -> list[str]:
-    """What was found, for people."""
-    from quantkit.convert.engines import Verdict, verdict_lines
+    """Show what was found, for people."""
+    from quantkit.convert.engines.rules import verdict_lines
 
     lines = []
     for key, value in data.items():
@@ -51,8 +56,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
                 for line in value
             ]
         elif key == "engines":
-            verdicts = [Verdict(**{**found, "notes": tuple(found["notes"])}) for found in value]
-            lines += [f"  loads in  {line}" for line in verdict_lines(verdicts)]
+            lines += [f"  loads in  {line}" for line in verdict_lines(value)]
         elif key == "schemes":
             lines += [f"  scheme    {count:4d} x {scheme}" for scheme, count in value.items()]
         elif key == "kv_cache":
@@ -64,7 +68,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
 
 
 def _cache_lines(data: dict[str, Any]) -> list[str]:
-    """The stored plan of the KV cache: a line for all layers, and one for each kind where they differ."""
+    """Show the stored plan of the KV cache: a line for all layers, and one for each kind where they differ."""
     from quantkit.core.kvscheme import cache_words
 
     lines = [f"  {'KV cache':<18} {cache_words(data['bits'], data['scales'], data['stored_bits'])}"]
@@ -84,7 +88,7 @@ def _cache_lines(data: dict[str, Any]) -> list[str]:
 
 
 def _check_lines(check: Any) -> list[str]:
-    """The proof for people: one section for each kind of block, like modules (experts) counted."""
+    """Show the proof: one section for each kind of block, like modules (experts) counted."""
     from quantkit.model.patterns import short_names
 
     stepping = "equals the model's own forward bit for bit"
@@ -104,6 +108,7 @@ def _check_lines(check: Any) -> list[str]:
 
 
 def _counted(texts: Iterable[str]) -> list[str]:
+    """Merge equal texts, with their count."""
     counts: dict[str, int] = {}
     for text in texts:
         counts[text] = counts.get(text, 0) + 1
@@ -111,6 +116,7 @@ def _counted(texts: Iterable[str]) -> list[str]:
 
 
 def _structure(source: Any) -> dict[str, Any]:
+    """Describe a floating-point model: blocks, linears, sizes."""
     from quantkit.model.skeleton import Weights, block_linears, build_skeleton, find_blocks
 
     model = build_skeleton(source.config)
@@ -138,8 +144,8 @@ def _structure(source: Any) -> dict[str, Any]:
 
 
 def _cache(source: Any) -> dict[str, Any]:
-    """What the folder says of its KV cache; empty if it says nothing (16 bits)."""
-    from quantkit.convert.cache import average_bits
+    """Describe the KV cache as the folder has it; empty if it says nothing (16 bits)."""
+    from quantkit.convert.report.kv_cache import average_bits
     from quantkit.formats.kv_scales import read_kv_plan
 
     plan = read_kv_plan(source.path) if source.path.is_dir() else None
@@ -159,7 +165,8 @@ def _cache(source: Any) -> dict[str, Any]:
 
 
 def _quantized(source: Any) -> dict[str, Any]:
-    from quantkit.convert.lint import lint_folder
+    """Describe a quantized model: schemes, sizes, and which engines load it."""
+    from quantkit.convert.engines.lint import lint_folder
     from quantkit.formats.reader import QuantizedReader
 
     reader = QuantizedReader(source)
@@ -174,5 +181,5 @@ def _quantized(source: Any) -> dict[str, Any]:
         "plain_tensors": len(reader.plain_names()),
         "bytes": sum(source.info(name).nbytes for name in source.names()),
         **_cache(source),
-        "engines": [verdict.to_json() for verdict in lint_folder(source)],
+        "engines": lint_folder(source),
     }

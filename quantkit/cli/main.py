@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from quantkit import __version__
 from quantkit.cli.output import print_json
 from quantkit.errors import QuantkitError, QuantkitWarning, RequestError
+from quantkit.version import __version__
 
 COMMANDS = {
     "fetch": "Download a named model or text into the cache and print its folder.",
@@ -117,7 +117,10 @@ def fail(message: str, code: int, error: BaseException | None = None) -> None:
 
 
 def _write_nowhere() -> None:
-    """Who read stdout has gone: what is left in its buffer would raise again at exit (Python's documentation, "Note on SIGPIPE")."""
+    """Who read stdout has gone.
+
+    What is left in its buffer would raise again at exit (Python's documentation, "Note on SIGPIPE").
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -16,12 +16,15 @@ WIDEST_LABEL = 24
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """One JSON object on stdout, nothing else."""
+    """Print one JSON object on stdout, nothing else."""
     click.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def print_lines(text: str, *, err: bool = False) -> None:
-    """Lines on stdout, or on stderr as it is now: above a bar, not into it. On a terminal, long ones are wrapped at words and go on below their first word."""
+    """Print lines on stdout, or on stderr as it is now (above a bar, not into it).
+
+    On a terminal, long ones are wrapped at words and go on below their first word.
+    """
     stream = sys.stderr if err else sys.stdout
     print(wrap(text, shutil.get_terminal_size().columns) if stream.isatty() else text, file=stream)
 

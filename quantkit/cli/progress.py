@@ -38,7 +38,7 @@ class _Lines:
 
 @contextmanager
 def bar() -> Iterator[Listen]:
-    """One line per activity (``what``), the latest at the bottom: bar, count, time taken and left, note."""
+    """Show one line per activity (``what``), the latest at the bottom: bar, count, time taken and left, note."""
     if not sys.stderr.isatty():
         yield _Lines()
         return
@@ -49,7 +49,8 @@ def bar() -> Iterator[Listen]:
     wide = console.width >= 90  # a narrow terminal keeps the times and does without the note
     notes = [TextColumn("{task.fields[note]}")] if wide else []
     lines = Progress(
-        TextColumn("{task.description:<10}"), BarColumn(bar_width=24 if wide else 10), TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.description:<10}"), BarColumn(bar_width=24 if wide else 10),
+        TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), *notes,
         console=console, transient=True,
     )  # fmt: skip

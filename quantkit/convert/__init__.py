@@ -4,10 +4,12 @@
 >>> inspect.signature(quantkit.convert).parameters["group_size"]  # every option, its default
 <Parameter "group_size: 'int | str | None' = 128">
 
-Options are those of the command line with underscores; ``quantkit.convert.run.convert`` says what is written and raised.
+Options are those of the command line with underscores; ``quantkit.convert.api.convert`` says what is written and
+raised.
 
-This package holds the pipeline that joins the rooms: plan, the loop over blocks, verification, report. It is also, called, that function: Python binds a
-subpackage to its parent's attribute on first import, so the module itself has to be callable for both to work.
+This package holds the pipeline that joins the rooms: plan, the loop over blocks, verification, report. It is also,
+called, that function: Python binds a subpackage to its parent's attribute on first import, so the module itself has to
+be callable for both to work.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 class _CallablePackage(types.ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from quantkit.convert.run import convert
+        from quantkit.convert.api import convert
 
         return convert(*args, **kwargs)
 
@@ -29,8 +31,8 @@ class _CallablePackage(types.ModuleType):
         """With every option by its name, as ``inspect.signature`` and notebooks show it."""
         from dataclasses import fields
 
-        from quantkit.convert.options import ConvertOptions
-        from quantkit.convert.run import convert
+        from quantkit.convert.api import convert
+        from quantkit.convert.options.options import ConvertOptions
 
         plain = inspect.signature(convert)
         named = [one for one in plain.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]

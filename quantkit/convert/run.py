@@ -1,125 +1,65 @@
-"""The loop over blocks: load, observe, quantize, advance, write, free."""
+"""The conversion itself. ``quantize_blocks`` is the loop: load, observe, fold, quantize, write, advance, free."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantkit import __version__
-from quantkit.algorithms.kv import KVObserver, LayerRanges
-from quantkit.calibrate.capture import advance, observe
-from quantkit.calibrate.data import Windows
-from quantkit.calibrate.experts import share_statistics
-from quantkit.calibrate.transfer import hold
+from quantkit.algorithms import Scales
+from quantkit.calibrate.capture import advance
+from quantkit.calibrate.transfer import offload
 from quantkit.checkpoint.source import finite
-from quantkit.convert import distil, selftext
-from quantkit.convert.allocated import allocation_lines
-from quantkit.convert.block import BlockResult, InputGroup, quantize_block
-from quantkit.convert.cache import engine_scales, summary
-from quantkit.convert.device import peak_device_bytes, release_memory, working_on
-from quantkit.convert.embed import SHORT, Embedded, embed
-from quantkit.convert.fold import fold_block, missing_folds, probe
-from quantkit.convert.folder import write_beside
-from quantkit.convert.lint import casts_scales, lint_plan
-from quantkit.convert.options import (
-    ConvertOptions,
-    apply_activations,
-    apply_preset,
-    apply_target,
-)
-from quantkit.convert.outside import quantize_outside
-from quantkit.convert.plan import Plan, make_plan
-from quantkit.convert.refusals import refuse_unknown, refuse_without_effect
-from quantkit.convert.report import ConvertReport
-from quantkit.convert.resume import Work, identity
-from quantkit.convert.sample import generate_sample
-from quantkit.convert.scan import refuse_non_finite
-from quantkit.convert.settle import guide_of, settle
-from quantkit.convert.tuning import Lesson
-from quantkit.convert.verify import CastLoss, verify_folder, verify_kv
+from quantkit.convert.engines.lint import casts_scales, lint_plan
+from quantkit.convert.job.work_folder import Work, identity
+from quantkit.convert.output.layout import checkpoint_layout
+from quantkit.convert.output.side_files import write_beside
+from quantkit.convert.output.smoke_test import run_smoke_test
+from quantkit.convert.output.verify import CastLoss, verify_folder, verify_kv
+from quantkit.convert.plan import self_calibration
+from quantkit.convert.plan.inputs import Inputs
+from quantkit.convert.plan.plan import Plan
+from quantkit.convert.progress import Listener, Progress
+from quantkit.convert.report.bit_budget import allocation_lines
+from quantkit.convert.report.bit_budget import summary as budget_summary
+from quantkit.convert.report.kv_cache import summary as cache_summary
+from quantkit.convert.report.report import ConvertReport
+from quantkit.convert.results import BlockResult, Collected, InputGroup
+from quantkit.convert.stages import distil
+from quantkit.convert.stages.block import Solver, quantize_block
+from quantkit.convert.stages.check_finite import refuse_non_finite
+from quantkit.convert.stages.decide import Decisions, decide, importance_of_tokens
+from quantkit.convert.stages.device import peak_device_bytes, working_on
+from quantkit.convert.stages.embed import SHORT, HiddenStates, embed
+from quantkit.convert.stages.fold import Folding, few_tokens, fold_block, missing_folds
+from quantkit.convert.stages.head_embeddings import quantize_head_or_embedding
+from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
+from quantkit.convert.stages.loaded_block import loaded
+from quantkit.convert.stages.observe import observe_block, observe_cache
+from quantkit.convert.stages.tune import TuneInputs
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
 from quantkit.core.kvscheme import KVPlan
 from quantkit.model.rotate import RotatedSource, prove
 from quantkit.model.skeleton import block_linears
-from quantkit.model.stepper import Call, input_groups
-from quantkit.runtime.attention import attention_modules
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a conversion stands: for a bar, or a line per block. ``chosen`` comes once, when bits have been allocated: its note is the curve and the choice."""
-
-    stage: str
-    done: int
-    total: int
-    note: str = ""
-
-
-Listener = Callable[[Progress], None]
-
-
-def convert(
-    source: str | Path,
-    out: str | Path,
-    *,
-    preset: str | None = None,
-    on_progress: Listener | None = None,
-    **options: Any,
-) -> ConvertReport:
-    """Quantize a model and write a complete checkpoint folder ``out``; a source that is quantized already is repacked.
-
-    options: the fields of ``ConvertOptions`` (method, bits, group_size, symmetric, format, kv_bits, calibration,
-    samples, seq_len, seed, ...). preset: "fast", "balanced" or "best", see ``options.PRESETS``; an option that is given wins.
-    The folder appears under its name only when it is complete and was read back.
-    Raises QuantkitError children. What a later call with ``resume=True`` can go on from is kept in the work folder then,
-    also on Ctrl-C or a kill (the error's note says so); under the name ``out`` there is nothing half-written, ever.
-    """
-    from quantkit.convert.repack import plan_repack, run_repack
-    from quantkit.convert.repack_request import refuse_preset
-
-    refuse_unknown(options)
-    given = dict(options)
-    options.update(apply_preset(preset, options))
-    options.update(apply_activations(options))
-    options.update(apply_target(options))
-    started = time.perf_counter()
-    listen = on_progress or (lambda progress: None)
-    asked = ConvertOptions(source=str(source), out=Path(out), preset=preset, **options)
-    repacking = plan_repack(source, Path(out), given)
-    if repacking is not None:
-        refuse_preset(str(source), preset)
-        return run_repack(repacking, listen, started)
-    refuse_without_effect(given, asked)
-    plan = make_plan(asked)
-    return run(plan, listen, started)
+from quantkit.model.stepper import input_groups
+from quantkit.runtime.kv_cache.transformers_cache import attention_modules
+from quantkit.version import __version__
 
 
 def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertReport:
-    """Execute a plan. Raises QuantkitError if it has problems."""
+    """Execute a plan. Raises QuantkitError if it has problems.
+
+    started: ``time.perf_counter()`` when the request came, so that planning counts in the report's seconds.
+    """
     plan.raise_problems()
     map_large_blocks()
     started = time.perf_counter() if started is None else started
     work = Work(plan)
     try:
-        if (plan.options.needs_data or plan.options.allocates) and not work.read:
-            refuse_non_finite(plan.weights, lambda done, total: listen(Progress("read", done, total)))
-            work.keep_read()
-        if plan.windows is not None and plan.windows.ids.is_meta:
-            text, samples = work.text() or _own_text(plan, work, listen), plan.options.samples
-            plan.windows = replace(text, ids=text.ids[:samples])
-            if plan.distilled_on is not None:
-                plan.distilled_on = replace(text, ids=text.ids[samples:])
-        with working_on(plan.device, plan.products or "float32"):
-            settle(plan, work, lambda done, total: listen(Progress("measure", done, total)))
-            if plan.allocated is not None:
-                listen(Progress("chosen", 1, 1, "\n".join(allocation_lines(plan.allocated))))
-            report = _Conversion(plan, work, listen).run()
+        report = _convert(plan, work, listen)
         work.writer.commit()
         work.remove()
     except BaseException as error:
@@ -135,262 +75,263 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     return report
 
 
-def _own_text(plan: Plan, work: Work, listen: Listener) -> Windows:
-    """``--calibration self``: the whole model writes, and is let go before the first block is loaded."""
-    windows = selftext.write(
-        plan.source,
-        plan.tokenizer,
-        plan.options,
-        lambda done, total: listen(Progress("self", done, total)),
-        plan.device,
-    )
-    release_free_memory()
-    work.keep_text(windows)
-    return windows
+def _convert(plan: Plan, work: Work, listen: Listener) -> ConvertReport:
+    """Every stage in order: check weights, read or write text, decide, blocks, the rest."""
+    if (plan.options.needs_data or plan.options.allocates) and not work.read:
+        refuse_non_finite(plan.weights, lambda done, total: listen(Progress("read", done, total)))
+        work.keep_read()
+    inputs = _write_text(plan, work, listen) if plan.inputs.must_be_written else plan.inputs
+    with working_on(plan.device, plan.matmul_precision or "float32"):
+        decisions = decide(plan, inputs, work, lambda done, total: listen(Progress("measure", done, total)))
+        report = _new_report(plan, decisions, work)
+        if work.finished is not None:
+            report.restore(work.finished)
+            return report
+        if report.allocation is not None:
+            listen(Progress("chosen", 1, 1, "\n".join(allocation_lines(report.allocation))))
+        collected = Collected()
+        with torch.no_grad():
+            report.rotated = prove(plan.source) if isinstance(plan.source, RotatedSource) else None
+            quantize_blocks(plan, inputs, decisions, work, collected, listen)
+            _finish(plan, inputs, decisions, work, collected, report, listen)
+    return report
 
 
-class _Conversion:
-    """One run of a plan: the states between blocks, and what is collected on the way."""
-
-    def __init__(self, plan: Plan, work: Work, listen: Listener) -> None:
-        self.plan, self.work, self.writer, self.listen = plan, work, work.writer, listen
-        o = plan.options
-        self.report = ConvertReport(
-            o.out,
-            o.method,
-            o.format,
-            o.target if o.allocates else o.scheme.describe(),
-            o.kv_bits,
-            o.preset,
-            o.method_options,
-            warnings=plan.warnings,
-            drawn=o.draws,
-            products=plan.products,
-            resumed=work.resumed,
-        )
-        self.report.engines = lint_plan(plan)
-        self.report.allocation = plan.allocated
-        self.report.predicted_host_bytes = plan.prediction.host
-        self.report.source_bytes = sum(plan.source.info(name).nbytes for name in plan.source.names())
-        self.decisions: dict[str, str] = {}
-        self.kv: dict[str, LayerRanges] = {}
-        self.folds: dict[str, dict[str, bool]] = {}
-
-    @torch.no_grad()
-    def run(self) -> ConvertReport:
-        if self.work.finished is not None:
-            self.report.restore(self.work.finished)
-            return self.report
-        plan = self.plan
-        self.report.rotated = prove(plan.source) if isinstance(plan.source, RotatedSource) else None
-        first, begun, exact = self._begin()
-        states = begun.states
-        for index in range(first, len(plan.blocks)):
-            name, block = plan.blocks.name(index), plan.blocks.modules[index]
-            self.listen(Progress("blocks", index, len(plan.blocks), self._last_error()))
-            plan.weights.load(name, plan.device)
-            result = BlockResult()
-            if states:
-                call, short = begun.calls[index].to(plan.device), begun.short[index].to(plan.device)
-                few = probe(states, SHORT).to(plan.device)
-                names = input_groups(block, few, short)
-                groups = self._observe(index, block, names, states, exact, call, result)
-                if plan.options.folds:
-                    fold_block(plan, name, block, groups, few, short, result)
-                    self._observe_kv(index, block, states, call, result)
+def quantize_blocks(
+    plan: Plan, inputs: Inputs, decisions: Decisions, work: Work, collected: Collected, listen: Listener
+) -> None:
+    """Quantize every block that no earlier process has finished, each on inputs that went through those before it."""
+    targets = decisions.targets
+    solver = Solver(options=plan.options, format=plan.format, targets=targets, loops=plan.loops)
+    folding = Folding(method=plan.options.method, weights=plan.weights, targets=targets, rewritten=plan.rewritten)
+    first, hidden = _resume(plan, inputs, work, collected)
+    for index in range(first, len(plan.blocks)):
+        name, result = plan.blocks.name(index), BlockResult()
+        listen(Progress("blocks", index, len(plan.blocks), collected.last_error()))
+        with loaded(plan.weights, plan.blocks, index, plan.device) as block:
+            if hidden.states:
+                groups = _observe(plan, decisions, folding, hidden, index, result)
             else:
                 groups = [InputGroup((linear,)) for linear in block_linears(block)]
-            lesson = None
-            if plan.options.method == "tune":
-                assert plan.channels is not None  # settled
-                lesson = Lesson(states, exact, plan.channels[index], begun.single[index].to(plan.device))
-            quantize_block(plan, name, block, groups, result, lesson)
+            quantize_block(solver, name, block, groups, result, _tune_inputs(plan, decisions, hidden, index))
             del groups
-            self.work.record(f"block-{index:04d}", result)
-            self._collect(result)
-            if states and index + 1 < len(plan.blocks):
-                advance(block, states, call)
-                self.work.states.keep(index + 1, [*states, *exact])
-            plan.weights.release(name)
-            release_memory(plan.device)
-        states.clear()
-        exact.clear()
-        self._finish()
-        return self.report
+            work.record(f"block-{index:04d}", result)
+            collected.add(result)
+            if hidden.states and index + 1 < len(plan.blocks):
+                advance(block, hidden.states, hidden.calls[index].to(plan.device))
+                work.states.keep(index + 1, [*hidden.states, *hidden.original])
 
-    def _begin(self) -> tuple[int, Embedded, list[Tensor]]:
-        """The first block to do, the states in front of it, and those that the original model has there, if the method wants them. A resumed job takes up its last whole states; blocks that
-        were recorded after those are done again, with the same result."""
-        total, recorded = len(self.plan.blocks), 0
-        results: list[BlockResult] = []
-        while recorded < total and (result := self.work.replay(f"block-{recorded:04d}")) is not None:
-            results.append(result)
-            recorded += 1
-        plan, first, states = self.plan, recorded, None
-        if plan.windows is not None and recorded < total:
-            first, states = self.work.states.latest(recorded) or (0, None)
-        self.writer.forget(f"block-{index:04d}" for index in range(first, recorded))
-        for result in results[:first]:
-            self._collect(result)
-        if plan.windows is None or first == total:
-            return first, Embedded([], [], [], []), []
-        found = embed(plan.model, plan.blocks, plan.weights, plan.windows.ids, plan.device, states)
-        if not plan.options.paired:
-            return first, found, []
-        if states is None:
-            return first, found, [hold(state.clone(), plan.device) for state in found.states]
-        half = len(found.states) // 2  # as they were kept: first the quantized ones
-        exact = found.states[half:]
-        del found.states[half:]
-        return first, found, exact
 
-    def _finish(self) -> None:
-        """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
-        plan, total = self.plan, len(self.plan.blocks)
-        cache = self._decide_cache()
-        self.report.notes += missing_folds(self.folds)
-        self.listen(Progress("blocks", total, total, self._last_error()))
-        self.listen(Progress("copy", total, total))
-        self._quantize_outside()
-        self._distil()
-        self._copy_plain()
-        self.writer.fresh_folder()
-        write_beside(
+def _observe(
+    plan: Plan, decisions: Decisions, folding: Folding, hidden: HiddenStates, index: int, result: BlockResult
+) -> list[InputGroup]:
+    """Observe what the linears of a loaded block read, scale its channels, and find the ranges of its KV cache."""
+    o, name, block = plan.options, plan.blocks.name(index), plan.blocks.modules[index]
+    call, short = hidden.calls[index].to(plan.device), hidden.short[index].to(plan.device)
+    few = few_tokens(hidden.states, SHORT).to(plan.device)
+    names = [g for g in input_groups(block, few, short) if any(f"{name}.{n}" in decisions.targets for n in g)]
+    cache = (o.cache, attention_modules(plan.model)[index]) if o.cache.wanted else None
+    groups = observe_block(
+        name,
+        block,
+        names,
+        hidden.states,
+        call,
+        result,
+        original=hidden.original,
+        crossed=o.crossed,
+        guide=importance_of_tokens(plan, decisions, index, names, result),
+        cache=None if o.folds else cache,
+    )
+    if o.folds:
+        fold_block(folding, name, block, groups, few, short, result)
+        if cache is not None:  # the fold may have scaled the values: their ranges are found afterwards
+            observe_cache(*cache, block, hidden.states, call, result)
+    return groups
+
+
+def _resume(plan: Plan, inputs: Inputs, work: Work, collected: Collected) -> tuple[int, HiddenStates]:
+    """The first block to do, and the hidden states in front of it.
+
+    A resumed job takes up its last whole states; blocks that were recorded after those are done again, with the same
+    result.
+    """
+    total = len(plan.blocks)
+    results: list[BlockResult] = []
+    while len(results) < total and (result := work.replay(f"block-{len(results):04d}")) is not None:
+        results.append(result)
+    first, stored = len(results), None
+    if inputs.calibration is not None and first < total:
+        first, stored = work.states.latest(len(results)) or (0, None)
+    work.writer.forget(f"block-{index:04d}" for index in range(first, len(results)))
+    for result in results[:first]:
+        collected.add(result)
+    if inputs.calibration is None or first == total:
+        return first, HiddenStates([], [], [], [])
+    hidden = embed(plan.model, plan.blocks, plan.weights, inputs.calibration.ids, plan.device, stored)
+    if plan.options.paired and stored is None:
+        hidden.original = [offload(state.clone(), plan.device) for state in hidden.states]
+    elif plan.options.paired:  # as they were kept: first the quantized ones
+        half = len(hidden.states) // 2
+        hidden.original = hidden.states[half:]
+        del hidden.states[half:]
+    return first, hidden
+
+
+def _tune_inputs(plan: Plan, decisions: Decisions, hidden: HiddenStates, index: int) -> TuneInputs | None:
+    """What a block learns from, if the method learns."""
+    if plan.options.method != "tune":
+        return None
+    assert decisions.channels is not None  # measured: the method asks for it
+    single = hidden.single[index].to(plan.device)
+    return TuneInputs(hidden.states, hidden.original, decisions.channels[index], single)
+
+
+def _write_text(plan: Plan, work: Work, listen: Listener) -> Inputs:
+    """``--calibration self``: the whole model writes, and is let go before the first block is loaded."""
+    text = work.text()
+    if text is None:
+        text = self_calibration.write(
             plan.source,
-            self.writer.folder,
-            quantization=plan.format.config(plan.layout(), __version__),
-            manifest=self._manifest(),
-            kv=cache,
+            plan.tokenizer,
+            plan.options,
+            lambda done, total: listen(Progress("self", done, total)),
+            plan.device,
         )
-        self.writer.assemble()
-        self.listen(Progress("verify", total, total))
-        cast = CastLoss() if casts_scales(plan) else None
-        self.report.verified_tensors = verify_folder(self.writer.folder, self.decisions, self.writer.entries, cast)
-        if cast is not None:
-            self.report.notes.append(cast.note())
-        self.report.verified_tensors += verify_kv(self.writer.folder, cache)
-        sample = generate_sample(plan, self.writer.folder)
-        if isinstance(sample, str):
-            self.report.notes.append(sample)
+        release_free_memory()
+        work.keep_text(text)
+    return plan.inputs.written(text, plan.options.samples)
+
+
+def _new_report(plan: Plan, decisions: Decisions, work: Work) -> ConvertReport:
+    """The report, with all that is known before the first block."""
+    o, allocation = plan.options, None
+    if plan.budget is not None and decisions.choice is not None:
+        allocation = budget_summary(plan.budget, decisions.choice, plan.targets)
+    return ConvertReport(
+        out=o.out,
+        method=o.method,
+        format=o.format,
+        scheme=o.target if o.allocates else o.scheme.describe(),
+        kv_bits=o.kv_bits,
+        preset=o.preset,
+        method_options=o.method_options,
+        warnings=list(plan.warnings),
+        drawn=o.draws,
+        matmul_precision=plan.matmul_precision,
+        resumed=work.resumed,
+        engines=lint_plan(plan, decisions.targets),
+        allocation=allocation,
+        predicted_host_bytes=plan.prediction.host,
+        source_bytes=sum(plan.source.info(name).nbytes for name in plan.source.names()),
+    )
+
+
+def _finish(
+    plan: Plan,
+    inputs: Inputs,
+    decisions: Decisions,
+    work: Work,
+    collected: Collected,
+    report: ConvertReport,
+    listen: Listener,
+) -> None:
+    """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
+    total = len(plan.blocks)
+    cache = _decide_cache(plan, work, collected, report)
+    collected.notes += missing_folds(collected.folds)
+    listen(Progress("blocks", total, total, collected.last_error()))
+    listen(Progress("copy", total, total))
+    _quantize_head_embeddings(plan, decisions, work, collected)
+    if inputs.distil is not None:
+        _distil(plan, inputs, decisions, work, collected, listen)
+    work.states.clear()
+    _copy_unquantized(plan, decisions, work)
+    report.layers, report.notes = collected.layers, collected.notes
+    report.tuning, report.distilled = collected.tuning, collected.distilled
+    layout = checkpoint_layout(plan.weights, decisions.targets, fp8_cache=plan.stores_cache_scales)
+    work.writer.fresh_folder()
+    folder = work.writer.folder
+    write_beside(
+        plan.source,
+        folder,
+        quantization=plan.format.config(layout, __version__),
+        # what made these bytes; no times and no paths: the same job gives the same manifest
+        manifest={**identity(plan, inputs), **report.for_manifest()},
+        kv=cache,
+    )
+    work.writer.assemble()
+    listen(Progress("verify", total, total))
+    cast = CastLoss() if casts_scales(plan, decisions.targets) else None
+    report.verified_tensors = verify_folder(folder, collected.digests, work.writer.entries, cast)
+    if cast is not None:
+        report.notes.append(cast.note())
+    report.verified_tensors += verify_kv(folder, cache)
+    sample = run_smoke_test(plan, inputs, folder)
+    if isinstance(sample, str):
+        report.notes.append(sample)
+    else:
+        report.sample = sample
+    work.finish(report.to_store(), decisions.choice)
+
+
+def _decide_cache(plan: Plan, work: Work, collected: Collected, report: ConvertReport) -> KVPlan | None:
+    """Bits and scales of every layer's cache, now that all are known."""
+    if not collected.kv:
+        return None
+    request = plan.options.cache
+    cache = decide_cache(request, collected.kv)
+    report.kv_bits, report.cache = cache.label, cache_summary(cache, collected.kv, request.budget)
+    if plan.stores_cache_scales:
+        work.record("cache", BlockResult(engine_scales(cache, plan.weights.names)))
+    return cache
+
+
+def _quantize_head_embeddings(plan: Plan, decisions: Decisions, work: Work, collected: Collected) -> None:
+    """Head and embeddings that a rule or the bit budget names, one at a time."""
+    scales: Scales = "minmax" if plan.options.scales == "minmax" else "search"
+    for index, target in enumerate(decisions.head_embeddings()):
+        result = work.replay(f"outside-{index}")
+        if result is None:
+            result = BlockResult()
+            quantize_head_or_embedding(
+                target, result, weights=plan.weights, format=plan.format, device=plan.device, scales=scales
+            )
+            work.record(f"outside-{index}", result)
+        collected.add(result)
+
+
+def _distil(
+    plan: Plan, inputs: Inputs, decisions: Decisions, work: Work, collected: Collected, listen: Listener
+) -> None:
+    """The end-to-end pass; what it changes replaces what the blocks' parts hold."""
+    assert inputs.distil is not None
+    result = work.replay(distil.PART)
+    if result is None:
+        written = distil.Written(
+            weights=plan.weights, blocks=plan.blocks, targets=decisions.targets,
+            format=plan.format, device=plan.device, writer=work.writer,
+        )  # fmt: skip
+        tell: Callable[..., Any] = lambda *where: listen(Progress(*where))  # noqa: E731
+        result = distil.distil(written, inputs.distil, tell, states=work.states, resumed=work.resumed)
+        work.record(distil.PART, result, over=True)
+    collected.add(result)
+
+
+def _copy_unquantized(plan: Plan, decisions: Decisions, work: Work) -> None:
+    """What stays at 16 bit, one tensor at a time; small ones share a part. Learned norms are written already."""
+    small: dict[str, Tensor] = {}
+    learned = {name for name, entry in work.writer.entries.items() if entry.part == distil.PART}
+    reads: list[tuple[str, Callable[[str], Tensor], str]] = [
+        (name, plan.source.read, name) for name in decisions.unquantized.copied
+    ]
+    reads += [(plan.weights.names[name], plan.weights.raw, name) for name in decisions.unquantized.extracted]
+    for index, (name, read, key) in enumerate(reads):
+        if name in learned or work.replay(f"plain-{index:05d}") is not None:
+            continue
+        tensor = finite(read(key), plan.source.path, name)
+        if tensor.nbytes > 1 << 22:
+            work.record(f"plain-{index:05d}", BlockResult({name: tensor}))
         else:
-            self.report.sample = sample
-        self.work.finish(self.report.to_store())
-
-    def _collect(self, result: BlockResult) -> None:
-        """Keep what report and verification need of a block."""
-        self.decisions.update(result.decisions)
-        self.kv.update(result.kv)
-        self.folds.update(result.folds)
-        self.report.layers += result.layers
-        self.report.notes += result.notes
-        self.report.tuning.update(result.tuning)
-
-    def _last_error(self) -> str:
-        layers = self.report.layers
-        if not layers or layers[-1].relative_output_error is None:
-            return ""
-        return f"{layers[-1].name.rpartition('.')[2]} error {layers[-1].relative_output_error:.1%}"
-
-    def _observe(
-        self,
-        index: int,
-        block: nn.Module,
-        names: list[tuple[str, ...]],
-        states: list[Tensor],
-        exact: list[Tensor],
-        call: Call,
-        result: BlockResult,
-    ) -> list[InputGroup]:
-        """Statistics of every input of a linear to quantize, and the scales of the KV cache, in one pass, which advances ``exact``."""
-        plan, prefix = self.plan, self.plan.blocks.name(index)
-        wanted = [group for group in names if any(f"{prefix}.{name}" in plan.targets for name in group)]
-        later = plan.options.folds  # a fold may scale the values; their scales are calibrated afterwards
-        observer = KVObserver() if plan.options.cache.wanted and not later else None
-        if not wanted and observer is None and not exact:
-            return []
-        guide = guide_of(plan, index, wanted, result)
-        hessians = observe(block, states, call, wanted, observer, exact, plan.options.crossed, guide)
-        if observer is not None:
-            self._kv_ranges(index, observer, block, states, call, result)
-        tokens = [h.tokens for h in hessians]
-        result.notes += [f"{prefix}.{one.describe()}" for one in share_statistics(block, wanted, hessians)]
-        groups = []
-        for group, count in zip(wanted, tokens, strict=True):  # each sum is freed as soon as its mean is taken
-            h = hessians.pop(0)
-            mean = h.result(f"{prefix}.{group[0]}") if h.tokens + h.dropped else None
-            groups.append(InputGroup(group, mean, count, h.dropped, h.largest, h.mean_cross()))
-        return groups
-
-    def _kv_ranges(
-        self,
-        index: int,
-        observer: KVObserver,
-        block: nn.Module,
-        states: list[Tensor],
-        call: Call,
-        result: BlockResult,
-    ) -> None:
-        name = attention_modules(self.plan.model)[index]
-        result.kv[name] = self.plan.options.cache.finish(name, observer, block, states, call, result.notes)
-
-    def _observe_kv(self, index: int, block: nn.Module, states: list[Tensor], call: Call, result: BlockResult) -> None:
-        """The scales of the KV cache in a pass of their own."""
-        if not self.plan.options.cache.wanted:
-            return
-        observer = KVObserver()
-        observe(block, states, call, [], observer)
-        self._kv_ranges(index, observer, block, states, call, result)
-
-    def _decide_cache(self) -> KVPlan | None:
-        """Bits and scales of every layer's cache, now that all are known."""
-        if not self.kv:
-            return None
-        asked = self.plan.options.cache
-        found = asked.decide(self.kv)
-        self.report.kv_bits, self.report.cache = found.label, summary(found, self.kv, asked.budget)
-        if self.plan.stores_cache_scales:
-            self.work.record("cache", BlockResult(engine_scales(found, self.plan.weights.names)))
-        return found
-
-    def _quantize_outside(self) -> None:
-        """Head and embeddings that a rule names, one at a time."""
-        for i, target in enumerate(self.plan.outside()):
-            result = self.work.replay(f"outside-{i}")
-            if result is None:
-                result = BlockResult()
-                quantize_outside(self.plan, target, result)
-                self.work.record(f"outside-{i}", result)
-            self._collect(result)
-
-    def _distil(self) -> None:
-        """The end-to-end pass; what it changes replaces what the blocks' parts hold."""
-        if (windows := self.plan.distilled_on) is not None:
-            result = self.work.replay(distil.PART)
-            if result is None:
-                result = distil.distil(self.plan, self.work, windows, lambda *where: self.listen(Progress(*where)))
-                self.work.record(distil.PART, result, over=True)
-            self._collect(result)
-            self.report.distilled = result.distilled
-        self.work.states.clear()
-
-    def _copy_plain(self) -> None:
-        """What is not quantized, unchanged, one tensor at a time; small ones share a part. Learned norms are written already."""
-        plan, small = self.plan, {}
-        learned = {name for name, entry in self.writer.entries.items() if entry.part == distil.PART}
-        reads: list[tuple[str, Callable[[str], Tensor], str]] = [(name, plan.source.read, name) for name in plan.plain]
-        reads += [(plan.weights.names[name], plan.weights.raw, name) for name in plan.split]
-        for i, (name, read, what) in enumerate(reads):
-            if name in learned:
-                continue
-            if self.work.replay(f"plain-{i:05d}") is not None:
-                continue
-            tensor = finite(read(what), plan.source.path, name)
-            if tensor.nbytes > 1 << 22:
-                self.work.record(f"plain-{i:05d}", BlockResult({name: tensor}))
-            else:
-                small[name] = tensor
-        self.work.record("plain", BlockResult(small))
-
-    def _manifest(self) -> dict[str, Any]:
-        """What made these bytes. No times and no paths: the same job gives the same manifest."""
-        return {**identity(self.plan), **self.report.for_manifest()}
+            small[name] = tensor
+    work.record("plain", BlockResult(small))

@@ -1,11 +1,12 @@
-"""Int8 activations, dynamic, symmetric per token: THE definition. Every kernel is tested against it.
+"""Round int8 activations, dynamic, symmetric per token: THE definition. Every kernel is tested against it.
 
-For a token x ``[in]``: ``scale = max|x| / 127``, ``code = round(x / scale)`` (half to even), an integer -127 .. 127; a token of
-zeros has scale 0 and codes 0. Computed in float32 whatever the dtype of x; the scale stays in float32. With a weight's codes ``q``
-and scales ``s``: ``y[n] = s[n] * scale * sum_k code[k] q[n, k]``, the sum exact in integers.
+For a token x ``[in]``: ``scale = max|x| / 127``, ``code = round(x / scale)`` (half to even), an integer -127 .. 127; a
+token of zeros has scale 0 and codes 0. Computed in float32 whatever the dtype of x; the scale stays in float32. With a
+weight's codes ``q`` and scales ``s``: ``y[n] = s[n] * scale * sum_k code[k] q[n, k]``, the sum exact in integers.
 
-vLLM's kernel for these models computes the same (csrc/quantization/w8a8/int8/scaled_quant.cu, dynamic_scaled_int8_quant_kernel);
-compressed-tensors, which transformers runs, divides by 127.5 and clamps (utils/helpers.py, calculate_qparams).
+vLLM's kernel for these models computes the same (csrc/quantization/w8a8/int8/scaled_quant.cu,
+dynamic_scaled_int8_quant_kernel); compressed-tensors, which transformers runs, divides by 127.5 and clamps
+(utils/helpers.py, calculate_qparams).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LEVELS = 127
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x ``[..., in]`` -> int8 codes of its shape and float32 scales ``[..., 1]``.
+    """Round x ``[..., in]`` to int8 codes of its shape and float32 scales ``[..., 1]``, one per token.
 
     A token with a NaN or an infinite entry has a scale that is not finite, and so has everything computed from it.
 
@@ -34,11 +35,11 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_tokens(x: Tensor) -> Tensor:
-    """What a weight is multiplied by: x ``[..., in]`` rounded to its int8 grid, in ``x.dtype``."""
+    """Round x ``[..., in]`` to its int8 grid and return it in ``x.dtype``: what an int8 weight is multiplied by."""
     codes, scale = quantize_tokens(x)
     return (codes.float() * scale).to(x.dtype)
 
 
 def round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A forward pre-hook that gives a float linear the inputs that its packed twin computes with."""
+    """Give a float linear the inputs that its packed twin computes with (a forward pre-hook)."""
     return (round_tokens(args[0]), *args[1:])

@@ -1,4 +1,4 @@
-"""Scale and zero choice, quantize, dequantize: THE definition of our numbers.
+"""Choose scales and zero points, quantize, dequantize: THE definition of our numbers.
 
 ``w = (code - zero) * scale`` with unsigned codes, ``0 <= code < 2**bits``; groups run along ``in_features`` and the
 last group may be shorter. Scales are rounded to their storage dtype before codes are chosen. Every kernel, format and
@@ -19,18 +19,18 @@ SMALLEST_SCALE = 2.0**-14
 
 
 def group_index(in_features: int, scheme: Scheme, device: torch.device | str | None = None) -> Tensor:
-    """Group of each input: int64 ``[in_features]``."""
+    """Return the group of each input: int64 ``[in_features]``."""
     return torch.arange(in_features, device=device) // scheme.width(in_features)
 
 
 def expand_groups(values: Tensor, in_features: int, scheme: Scheme) -> Tensor:
-    """Per-group values ``[out, groups]`` -> per-input values ``[out, in]``."""
+    """Repeat per-group values ``[out, groups]`` to per-input values ``[out, in]``."""
     width = scheme.width(in_features)
     return values.repeat_interleave(width, dim=1)[:, :in_features]
 
 
 def split_groups(weight: Tensor, scheme: Scheme, fill: float = 0.0) -> Tensor:
-    """``[out, in]`` -> ``[out, groups, width]``; a short last group is filled with ``fill``."""
+    """Split ``[out, in]`` into ``[out, groups, width]``; a short last group is filled with ``fill``."""
     out, in_features = weight.shape
     width, groups = scheme.width(in_features), scheme.groups(in_features)
     missing = groups * width - in_features
@@ -40,7 +40,10 @@ def split_groups(weight: Tensor, scheme: Scheme, fill: float = 0.0) -> Tensor:
 
 
 def store_scale(scale: Tensor, scheme: Scheme) -> Tensor:
-    """Round scales to their storage dtype; zero and subnormal ones are raised. Raises NumericsError if one overflows."""
+    """Round scales to their storage dtype; zero and subnormal ones are raised to ``SMALLEST_SCALE``.
+
+    Raises NumericsError if one overflows.
+    """
     largest = torch.finfo(scheme.torch_scale_dtype).max
     if scale.numel() and float(scale.max()) > largest:
         raise NumericsError(
@@ -51,13 +54,14 @@ def store_scale(scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def params_from_range(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero of groups whose values span ``[low, high]`` (zero included by the caller).
+    """Compute scale and zero point of groups whose values span ``[low, high]`` (zero included by the caller).
 
-    low, high: float ``[out, groups]`` with ``low <= 0 <= high``. Returns scales in the storage dtype and zeros
-    (int16 ``[out, groups]``, 0 .. 2**bits - 1), or None when symmetric. Symmetric scales are
-    ``absmax / (2**(bits-1) - 1)``: the largest weight, which matters most, is then exact. (Dividing by
-    ``2**(bits-1) - 0.5`` uses the range better but puts that weight half a step off: KL 0.0045 instead of 0.0040 for
-    8 bits per channel on smollm2-135m. ``searched_params`` tries both.)
+    low, high: float ``[out, groups]`` with ``low <= 0 <= high``.
+    Returns scales in the storage dtype and zeros (int16 ``[out, groups]``, 0 .. 2**bits - 1), or None when symmetric.
+
+    Symmetric scales are ``absmax / (2**(bits-1) - 1)``: the largest weight, which matters most, is then exact.
+    (Dividing by ``2**(bits-1) - 0.5`` uses the range better but puts that weight half a step off: KL 0.0045 instead of
+    0.0040 for 8 bits per channel on smollm2-135m. ``searched_params`` tries both.)
     """
     if scheme.symmetric:
         absmax = torch.maximum(-low, high)
@@ -68,7 +72,7 @@ def params_from_range(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor
 
 
 def minmax_params(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero per group from the extreme values, zero included.
+    """Compute scale and zero point per group from the extreme values, zero included.
 
     weight: float ``[out, in]`` -> scales ``[out, groups]`` in the storage dtype, zeros int16 ``[out, groups]`` or None.
 
@@ -83,12 +87,17 @@ def minmax_params(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None
 def searched_params(
     weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, steps: int = 24, smallest: float = 0.5
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero per group that minimise the (weighted) squared rounding error over a grid of shrunken ranges.
+    """Search the scale and zero point per group that minimise the (weighted) squared rounding error.
 
-    weight: float ``[out, in]``. importance: non-negative weights per input ``[in]`` (for example the Hessian's
-    diagonal), or None for the plain squared error. The range of each group is shrunk by ``steps`` factors between 1 and
+    The candidates are a grid of shrunken ranges: the range of each group is shrunk by ``steps`` factors between 1 and
     ``smallest``; an asymmetric range is also shrunk from one end only, because one outlier usually sits at one end.
-    Never worse than ``minmax_params``, which is the first candidate. Returns the same pair as ``minmax_params``.
+    Never worse than ``minmax_params``, which is the first candidate.
+
+    weight: float ``[out, in]``.
+    importance: non-negative weights per input ``[in]`` (for example the Hessian's diagonal), or None for the plain
+        squared error.
+    Returns the same pair as ``minmax_params``.
+
     The idea: Nagel et al., arXiv 2106.08295, section 3.1 (MSE range setting).
     """
     if importance is None:
@@ -129,7 +138,7 @@ def _search_rows(
 
 
 def _group_error(groups: Tensor, gain: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """Weighted squared rounding error of each group. Codes are clamped around zero, so that the zero itself drops out."""
+    """Weighted squared rounding error of each group. Codes are clamped around zero, so the zero point drops out."""
     step = scale.float().unsqueeze(-1)
     offset = torch.full_like(step, float(scheme.midpoint)) if zero is None else zero.float().unsqueeze(-1)
     codes = (groups / step).round_().clamp_(-offset, scheme.levels - 1 - offset)
@@ -137,7 +146,7 @@ def _group_error(groups: Tensor, gain: Tensor, scale: Tensor, zero: Tensor | Non
 
 
 def quantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
-    """Nearest codes: ``clamp(round(w / scale + zero), 0, 2**bits - 1)``, uint8 ``[out, in]``.
+    """Round to the nearest codes: ``clamp(round(w / scale + zero), 0, 2**bits - 1)``, uint8 ``[out, in]``.
 
     scales, zeros: ``[out, groups]`` as the functions above return them. Ties round to even (torch.round).
     """
@@ -150,7 +159,7 @@ def quantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Schem
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
-    """``(code - zero) * scale`` in float32, ``[out, in]``."""
+    """Compute ``(code - zero) * scale`` in float32, ``[out, in]``."""
     in_features = codes.shape[1]
     offset: Tensor | float = float(scheme.midpoint)
     if zeros is not None:

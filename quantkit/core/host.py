@@ -1,4 +1,4 @@
-"""Memory, this process's and the machine's, as the operating system counts it; interrupts, and sizes in words."""
+"""Memory of this process and of the machine as the operating system counts it; interrupts; sizes in words."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from quantkit.errors import RequestError
+
+# a callback for progress: (steps done, steps in all)
+OnStep = Callable[[int, int], None]
 
 LARGE = 8 << 20
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # malloc.h
@@ -32,7 +39,7 @@ def restart_peak() -> bool:
 
 
 def peak_rss(*, since_restart: bool = False) -> int:
-    """Largest resident size of this process so far, in bytes, libraries included; or since ``restart_peak``."""
+    """Return the peak resident size of this process in bytes, libraries included: so far, or since ``restart_peak``."""
     found = _high_water_mark()
     if found is not None:
         return found if since_restart else max(_earlier_peak, found)
@@ -41,7 +48,10 @@ def peak_rss(*, since_restart: bool = False) -> int:
 
 
 def _high_water_mark() -> int | None:
-    """As /proc tells it. On Linux getrusage(2) is of no use: it starts with the size of the process that started this one."""
+    """The peak resident size that /proc tells, or None.
+
+    On Linux getrusage(2) is of no use: it starts with the size of the process that started this one.
+    """
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -50,7 +60,7 @@ def _high_water_mark() -> int | None:
 
 
 def current_rss() -> int:
-    """Resident size of this process now, in bytes; the peak so far where the system does not tell."""
+    """Return the resident size of this process now, in bytes; the peak so far where the system does not tell."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -59,15 +69,18 @@ def current_rss() -> int:
 
 
 def usable_cpus() -> int:
-    """Logical processors that this process may run on; all of the machine where the system does not tell."""
+    """Count the logical processors that this process may run on; all of the machine where the system does not tell."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def release_free_memory() -> None:
-    """Give freed pages back to the system. glibc keeps them in its heap otherwise, and the resident size creeps up block
-    by block. Other C libraries have no such call and return large blocks by themselves."""
+    """Give freed pages back to the system.
+
+    glibc keeps them in its heap otherwise, and the resident size creeps up block by block. Other C libraries have no
+    such call and return large blocks by themselves.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
@@ -77,8 +90,10 @@ def map_large_blocks() -> None:
     """Let glibc map every block of more than LARGE bytes by itself, so that freeing one gives its pages back at once.
 
     By default the threshold rises with the blocks that are freed, up to 32 MB; tensors then come from a heap that
-    fragments, and the peak grows with the number of layers (892 against 678 MB for 24 small ones). Smaller blocks stay in
-    the heap and are reused without page faults: with 4 MB a third of a small model's conversion went into those. Holds for the rest of the process."""
+    fragments, and the peak grows with the number of layers (892 against 678 MB for 24 small ones). Smaller blocks stay
+    in the heap and are reused without page faults: with 4 MB a third of a small model's conversion went into those.
+    Holds for the rest of the process.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE + (1 << 16))  # a block of just LARGE has a header, too
@@ -86,7 +101,7 @@ def map_large_blocks() -> None:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, within the limit of this process's control group where there is one."""
+    """Measure the memory that can be had without swapping, within the limit of this process's control group if any."""
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     info = Path("/proc/meminfo")
     if info.exists():
@@ -100,10 +115,11 @@ def available_bytes() -> int:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """SIGINT and SIGTERM wait until the end of this: for tidying up, which is quick and must be whole.
+    """Hold SIGINT and SIGTERM back until the end: for tidying up, which is quick and must be whole.
 
-    They are recorded by handlers rather than masked: the system hands a masked signal to another thread of the process, and Python
-    runs its handler in the main thread all the same. Other threads are not interrupted by Python's handlers."""
+    They are recorded by handlers rather than masked: the system hands a masked signal to another thread of the process,
+    and Python runs its handler in the main thread all the same. Other threads are not interrupted by Python's handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,9 +138,33 @@ def undisturbed() -> Iterator[None]:
 
 
 def size_text(size: int) -> str:
-    """``1.23 GB``, ``45 MB``, ``6.7 MB``, ``8 kB``."""
+    """Write a number of bytes for people: ``1.23 GB``, ``45 MB``, ``6.7 MB``, ``8 kB``."""
     if size >= 1e9:
         return f"{size / 1e9:.2f} GB"
     if size >= 1e6:
         return f"{size / 1e6:.{0 if size >= 1e7 else 1}f} MB"
     return f"{size / 1e3:.0f} kB"
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """Resolve "auto". Raises RequestError for a device that is unknown or not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise RequestError(f"device={device!r}: expected auto, cpu or cuda.") from None
+    if found.type not in ("cpu", "cuda"):
+        raise RequestError(f"device={device!r}: expected auto, cpu or cuda.")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise RequestError("device='cuda': torch sees no CUDA device. Use --device cpu, or install torch with CUDA.")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise RequestError(
+            f"device='{found}': torch sees {torch.cuda.device_count()} CUDA devices, counted from cuda:0."
+        )
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    """``cpu``, or the model of GPU: the order of sums, and so a few codes, differ between them."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

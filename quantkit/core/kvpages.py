@@ -1,15 +1,18 @@
-"""The numbers of the quantized KV cache: what a page of keys or values becomes, and what it gives back. Kernels are tested against it.
+"""Quantize pages of the KV cache: how keys and values are packed and decoded. Kernels are tested against this file.
 
-A page is 64 tokens of one head. Keys, which have channels far larger than others (KIVI, arXiv 2402.02750, section 3), share a scale along
-the tokens of the page, channel by channel; values share one along the channels of a token, after a Hadamard rotation of the head that
-spreads what is large (QuaRot, arXiv 2404.00456, section 4), in groups of at most 64. Both are asymmetric::
+A page is 64 tokens of one head. Keys, which have channels far larger than others (KIVI, arXiv 2402.02750, section 3),
+share a scale along the tokens of the page, channel by channel; values share one along the channels of a token, after a
+Hadamard rotation of the head that spreads what is large (QuaRot, arXiv 2404.00456, section 4), in groups of at most 64.
+Both are asymmetric::
 
     code = clamp(round((x - low) / scale), 0, 2**bits - 1)        x ~ code * scale + low         scale, low: float16
 
-The range that a group spans is narrowed from either end where that lowers its squared error, for values of up to 3 bits and keys of 2. Attention over rotated values
-gives a rotated result, which is turned back once: H is orthonormal and symmetric.
+The range that a group spans is narrowed from either end where that lowers its squared error, for values of up to 3 bits
+and keys of 2. Attention over rotated values gives a rotated result, which is turned back once: H is orthonormal and
+symmetric.
 
-Codes of a token lie side by side, the first in the lowest bits of a byte. Three bits are two planes, the low two bits and then the high one::
+Codes of a token lie side by side, the first in the lowest bits of a byte. Three bits are two planes, the low two bits
+and then the high one::
 
     8 bits   c0            c1            ...                      1 byte a channel
     4 bits   c0 | c1 << 4  c2 | c3 << 4  ...                      2 channels a byte
@@ -24,7 +27,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Up to so many bits the range is searched. The squared error clips what attention needs of keys with more bits (docs/adr/013).
+# Up to so many bits the range is searched. The squared error clips what attention needs of keys with more bits
+# (docs/adr/013).
 SEARCHED_KEYS, SEARCHED_VALUES = 2, 3
 # What is tried, as shares of the range cut off below and above: the first of the best is taken.
 CUTS = tuple(
@@ -37,7 +41,7 @@ FP8_MOST = 448.0  # of E4M3
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes ``[..., n]`` -> bytes ``[..., row_bytes(n, bits)]``."""
+    """Pack uint8 codes ``[..., n]`` into bytes ``[..., row_bytes(n, bits)]``."""
     if bits == 8:
         return codes
     if bits == 3:
@@ -55,7 +59,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(stored: Tensor, bits: int, channels: int) -> Tensor:
-    """Bytes -> uint8 codes ``[..., channels]``."""
+    """Unpack bytes into uint8 codes ``[..., channels]``."""
     if bits == 8:
         return stored
     if bits == 3:
@@ -72,7 +76,10 @@ def _unpack(stored: Tensor, bits: int, channels: int) -> Tensor:
 
 @lru_cache(maxsize=32)
 def hadamard(channels: int, device: torch.device) -> Tensor:
-    """Orthonormal symmetric float32 ``[channels, channels]``: Sylvester's matrix, or blocks of the largest power of two that divides."""
+    """Build the orthonormal symmetric Hadamard matrix, float32 ``[channels, channels]``.
+
+    Sylvester's matrix, or blocks of the largest power of two that divides ``channels``.
+    """
     size = channels & -channels
     with torch.inference_mode(False):  # it is kept, and autograd takes no tensor that was made in inference mode
         h = torch.ones(1, 1, device=device)
@@ -83,12 +90,15 @@ def hadamard(channels: int, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """``x H`` along the last dimension in float32; applied twice it gives x back."""
+    """Compute ``x H`` along the last dimension in float32; applied twice it gives x back."""
     return x.float() @ hadamard(x.shape[-1], x.device)
 
 
 def choose_range(x: Tensor, bits: int, search: bool) -> tuple[Tensor, Tensor]:
-    """Scale and low of groups along the last dimension, float32 values of float16: ``[..., n]`` -> ``[..., 1]`` each."""
+    """Choose scale and low of groups along the last dimension: ``[..., n]`` -> ``[..., 1]`` each.
+
+    Both are float32 with values of float16.
+    """
     if not search:
         return _as_stored(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), bits)
     rows = x.flatten(0, -2)
@@ -99,7 +109,10 @@ def choose_range(x: Tensor, bits: int, search: bool) -> tuple[Tensor, Tensor]:
 
 
 def _search(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """x: ``[rows, n]``. All ranges at once: on a page of a few heads the calls cost more than the numbers."""
+    """Search the best range of each row of x ``[rows, n]``.
+
+    All ranges at once: on a page of a few heads the calls cost more than the numbers.
+    """
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     span = high - low
     lows = torch.stack([low, *(low + below * span for below, _ in CUTS)])
@@ -120,14 +133,15 @@ def _error(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
-    """Codes as floats; all broadcast against each other."""
+    """Compute codes, as floats; all arguments broadcast against each other."""
     return ((x - low) / scale).round_().clamp_(0, (1 << bits) - 1)
 
 
 def encode_keys(x: Tensor, bits: int, skip: int = 0) -> tuple[Tensor, Tensor]:
-    """A page of keys: float ``[..., 64, head_dim]`` -> bytes ``[..., 64, row]`` and float16 ``[..., 2, head_dim]`` (scale, low).
+    """Encode a page of keys: float ``[..., 64, head_dim]`` -> bytes ``[..., 64, row]`` and scales.
 
     skip: tokens at the front that are kept elsewhere; they do not count for the range.
+    Returns the scales as float16 ``[..., 2, head_dim]``: scale, low.
     """
     by_channel = x.float().transpose(-1, -2)
     scale, low = choose_range(by_channel[..., skip:], bits, bits <= SEARCHED_KEYS)
@@ -136,14 +150,17 @@ def encode_keys(x: Tensor, bits: int, skip: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def decode_keys(stored: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """float32 ``[..., 64, head_dim]``."""
+    """Decode a page of keys: float32 ``[..., 64, head_dim]``."""
     codes = unpack_bits(stored, bits, scales.shape[-1]).float()
     scale, low = scales.float().split(1, dim=-2)
     return codes.mul_(scale).add_(low)
 
 
 def encode_values(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Values: float ``[..., tokens, head_dim]`` -> bytes ``[..., tokens, row]`` and float16 ``[..., tokens, groups, 2]`` (scale, low)."""
+    """Encode values: float ``[..., tokens, head_dim]`` -> bytes ``[..., tokens, row]`` and scales.
+
+    Returns the scales as float16 ``[..., tokens, groups, 2]``: scale, low.
+    """
     grouped = rotate(x).unflatten(-1, (groups, -1))
     scale, low = choose_range(grouped, bits, bits <= SEARCHED_VALUES)
     codes = quantize(grouped, scale, low, bits).to(torch.uint8).flatten(-2)
@@ -151,7 +168,7 @@ def encode_values(x: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_values(stored: Tensor, scales: Tensor, bits: int, channels: int) -> Tensor:
-    """float32 ``[..., tokens, head_dim]``, still rotated."""
+    """Decode values: float32 ``[..., tokens, head_dim]``, still rotated."""
     codes = unpack_bits(stored, bits, channels).float().unflatten(-1, (scales.shape[-2], -1))
     scale, low = scales.float().split(1, dim=-1)
     x: Tensor = codes.mul_(scale).add_(low).flatten(-2)
@@ -159,22 +176,28 @@ def decode_values(stored: Tensor, scales: Tensor, bits: int, channels: int) -> T
 
 
 def encode_fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """E4M3 floats of ``x / scale`` as bytes; beyond 448 they are clipped. scale: float32 ``[kv_heads, head_dim]``."""
+    """Round ``x / scale`` to E4M3 floats, as bytes; beyond 448 they are clipped.
+
+    scale: float32 ``[kv_heads, head_dim]``.
+    """
     rounded: Tensor = (x.float() / scale[:, None]).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn)
     return rounded.view(torch.uint8)
 
 
 def decode_fp8(stored: Tensor, scale: Tensor) -> Tensor:
-    """float32 of the shape of ``stored``."""
+    """Decode E4M3 bytes: float32 of the shape of ``stored``."""
     return stored.view(torch.float8_e4m3fn).to(torch.float32) * scale[:, None]
 
 
 def encode_static(x: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
-    """``[..., kv_heads, tokens, head_dim]`` by one scale per channel, float32 ``[kv_heads, head_dim]`` -> bytes."""
+    """Encode ``[..., kv_heads, tokens, head_dim]`` into bytes with one scale per channel.
+
+    scale, low: float32 ``[kv_heads, head_dim]``.
+    """
     return pack_bits(quantize(x.float(), scale[:, None], low[:, None], bits).to(torch.uint8), bits)
 
 
 def decode_static(stored: Tensor, scale: Tensor, low: Tensor, bits: int) -> Tensor:
-    """float32 ``[..., kv_heads, tokens, head_dim]``."""
+    """Decode what ``encode_static`` packed: float32 ``[..., kv_heads, tokens, head_dim]``."""
     codes = unpack_bits(stored, bits, scale.shape[-1]).float()
     return codes.mul_(scale[:, None]).add_(low[:, None])

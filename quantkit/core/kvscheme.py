@@ -1,7 +1,7 @@
-"""KVScheme: how the keys and values of a cache are kept, layer by layer, and the calibrated scales of the static kind.
+"""Describe how a KV cache is kept: bits and scales layer by layer, and the calibrated scales of the static kind.
 
-The numbers themselves are in ``kvpages.py``. A scheme belongs to one layer; a model has one for each of its attention modules
-(``KVPlan``), all alike unless a budget has given them different bits.
+The numbers themselves are in ``kvpages.py``. A scheme belongs to one layer; a model has one for each of its attention
+modules (``KVPlan``), all alike unless a budget has given them different bits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ Scales = Literal["online", "static", "fp8"]
 
 @dataclass(frozen=True, slots=True)
 class KVScheme:
-    """keys, values: bits, 16 (not quantized), 8, 4, 3 or 2. scales: "online" (each page of keys and each token of values has its
-    own), "static" (one per channel, calibrated by convert) or "fp8" (8 bits as E4M3 floats with one calibrated scale for all keys and one for
-    all values, what other engines call an fp8 cache). group_size: channels of a token's value that share an online scale.
-    recent: newest tokens that stay at 16 bits at least; first: tokens at the beginning of a sequence that do.
+    """How one layer's keys and values are kept.
 
+    keys, values: bits, 16 (not quantized), 8, 4, 3 or 2.
+    scales: "online" (each page of keys and each token of values has its own), "static" (one per channel, calibrated by
+        convert) or "fp8" (8 bits as E4M3 floats with one calibrated scale for all keys and one for all values, what
+        other engines call an fp8 cache).
+    group_size: channels of a token's value that share an online scale.
+    recent: newest tokens that stay at 16 bits at least.
+    first: tokens at the beginning of a sequence that stay at 16 bits.
     Raises RequestError for a value outside its range.
 
     >>> KVScheme.of("k4v2").label, KVScheme.of(8).label, KVScheme.of(2).recent
@@ -58,14 +62,15 @@ class KVScheme:
             raise RequestError(f"kv group_size={self.group_size}: a positive number of channels (64).")
         if self.recent < 1 or not 0 <= self.first < PAGE_TOKENS:
             raise RequestError(
-                f"kv recent={self.recent}, first={self.first}: at least 1 newest token, and less than {PAGE_TOKENS} first ones."
+                f"kv recent={self.recent}, first={self.first}: at least 1 newest token, and less than {PAGE_TOKENS}"
+                " first ones."
             )
 
     @classmethod
     def of(cls, bits: int | str, scales: Scales = "online") -> KVScheme:
-        """The scheme of ``--kv-bits``: 8, "8" or "k4v2". With 2-bit keys the newest 128 tokens stay at 16 bits, else 64.
+        """Return the scheme of ``--kv-bits``: 8, "8" or "k4v2".
 
-        Raises RequestError for anything else.
+        With 2-bit keys the newest 128 tokens stay at 16 bits, else 64. Raises RequestError for anything else.
         """
         text = str(bits).strip().lower()
         if text == "fp8":
@@ -74,7 +79,8 @@ class KVScheme:
         keys, values = (int(n) for n in pair.groups()) if pair else (int(text) if text.isdecimal() else 0,) * 2
         if isinstance(bits, bool) or not {keys, values} <= set(KV_BITS):
             raise RequestError(
-                f"--kv-bits {bits}: choose {', '.join(map(str, KV_BITS))} or fp8, or name keys and values apart, as k4v2."
+                f"--kv-bits {bits}: choose {', '.join(map(str, KV_BITS))} or fp8, or name keys and values apart, as"
+                " k4v2."
             )
         return cls(keys, values, scales, recent=128 if keys == 2 else 64)
 
@@ -90,7 +96,10 @@ class KVScheme:
         return self.keys if self.keys == self.values else f"k{self.keys}v{self.values}"
 
     def width(self, head_dim: int) -> int:
-        """Channels of a value that share an online scale: the largest divisor of ``head_dim`` that is at most ``group_size``."""
+        """Count the channels of a value that share an online scale.
+
+        The largest divisor of ``head_dim`` that is at most ``group_size``.
+        """
         return next(w for w in range(min(self.group_size, head_dim), 0, -1) if head_dim % w == 0)
 
     def groups(self, head_dim: int) -> int:
@@ -98,7 +107,10 @@ class KVScheme:
         return head_dim // self.width(head_dim)
 
     def page_bytes(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one packed page of 64 tokens, keys and values, scales included (``dtype``: what 16 bit means at run time)."""
+        """Count the bytes of one packed page of 64 tokens, keys and values, scales included.
+
+        dtype: what 16 bit means at run time.
+        """
         keys = PAGE_TOKENS * row_bytes(head_dim, self.keys, dtype)
         values = PAGE_TOKENS * row_bytes(head_dim, self.values, dtype)
         if self.scales == "online":
@@ -107,11 +119,14 @@ class KVScheme:
         return kv_heads * (keys + values)
 
     def bytes_per_token(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> float:
-        """Bytes that one token's key and value take in one layer, once they are packed."""
+        """Count the bytes that one token's key and value take in one layer, once they are packed."""
         return self.page_bytes(kv_heads, head_dim, dtype) / PAGE_TOKENS
 
     def cache_bytes(self, tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of the pages of one sequence in one layer without a sliding window: packed ones, those of the 16-bit tail, and the first tokens."""
+        """Count the bytes of the pages of one sequence in one layer without a sliding window.
+
+        Packed pages, pages of the 16-bit tail, and the first tokens.
+        """
         exact = 2 * kv_heads * head_dim * dtype.itemsize
         packed = max(0, tokens + 1 - self.recent) // PAGE_TOKENS if self.quantized else 0
         tail = -(-tokens // PAGE_TOKENS) - packed
@@ -120,7 +135,7 @@ class KVScheme:
 
 
 def row_bytes(channels: int, bits: int, dtype: torch.dtype) -> int:
-    """Bytes of one token of one head without its scales; three bits are a plane of two and a plane of one."""
+    """Count the bytes of one token of one head without its scales; three bits are a plane of two and a plane of one."""
     if bits == 16:
         return channels * dtype.itemsize
     if bits == 3:
@@ -130,9 +145,12 @@ def row_bytes(channels: int, bits: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerScales:
-    """Static scales of one layer, each float32 ``[kv_heads, head_dim]``: ``x ~ code * scale + low``; scales finite and positive.
+    """Static scales of one layer, each float32 ``[kv_heads, head_dim]``: ``x ~ code * scale + low``.
 
-    Those of values are for rotated ones (``kvpages.rotate``); those of fp8 are not rotated, are all equal, and their lows are 0. Raises CheckpointError naming the field if that does not hold.
+    Scales are finite and positive. Those of values are for rotated ones (``kvpages.rotate``); those of fp8 are not
+    rotated, are all equal, and their lows are 0.
+
+    Raises CheckpointError naming the field if that does not hold.
     """
 
     k_scale: Tensor
@@ -158,8 +176,12 @@ SCALE_NAMES = ("k_scale", "k_low", "v_scale", "v_low")
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """How a model's cache is kept. scheme: where ``layers`` does not say otherwise. layers: by the name of the attention module
-    (``model.layers.0.self_attn``). static: calibrated scales by the same names, for the bits of that layer."""
+    """How a model's KV cache is kept.
+
+    scheme: where ``layers`` does not say otherwise.
+    layers: by the name of the attention module (``model.layers.0.self_attn``).
+    static: calibrated scales by the same names, for the bits of that layer.
+    """
 
     scheme: KVScheme = field(default_factory=KVScheme)
     layers: Mapping[str, KVScheme] = field(default_factory=dict)
@@ -183,7 +205,10 @@ class KVPlan:
 
     @property
     def kind(self) -> str | None:
-        """The scales of the quantized layers: "online", "static" or "fp8", with "and" between them where they differ; None at 16 bits."""
+        """The scales of the quantized layers: "online", "static" or "fp8"; None at 16 bits.
+
+        Where layers differ, the kinds with "and" between them.
+        """
         schemes = [*self.layers.values()] or [self.scheme]
         return " and ".join(sorted({scheme.scales for scheme in schemes if scheme.quantized})) or None
 
@@ -198,7 +223,7 @@ class KVPlan:
 
 
 def bits_words(label: int | str) -> str:
-    """A plan's label for people: ``4 bits``, ``k4v2``, ``fp8``, ``2.83 bits on average``.
+    """Write a plan's label for people: ``4 bits``, ``k4v2``, ``fp8``, ``2.83 bits on average``.
 
     >>> bits_words("2.83 on average")
     '2.83 bits on average'
@@ -210,7 +235,10 @@ def bits_words(label: int | str) -> str:
 
 
 def cache_words(label: int | str, kind: str | None, stored: float | None) -> str:
-    """What every command says of a cache. kind: ``KVPlan.kind``; stored: bits of a number with its scales, None where they are not known.
+    """Describe a KV cache, as every command does.
+
+    kind: ``KVPlan.kind``.
+    stored: bits of a number with its scales, None where they are not known.
 
     >>> cache_words("k4v2", "online", 3.5)
     'k4v2, online scales: 3.500 bits per number with its scales'

@@ -1,4 +1,4 @@
-"""Codes <-> int32 words. Pure functions; one dense little-endian bit stream per row.
+"""Pack codes into int32 words and back. Pure functions; one dense little-endian bit stream per row.
 
 Field i of a row occupies bits ``i*bits .. i*bits + bits - 1`` of the stream; word w holds stream bits
 ``32*w .. 32*w + 31``, lowest bit first::
@@ -19,7 +19,7 @@ CHUNK = 1 << 22  # codes that are packed or unpacked at one time
 
 
 def packed_width(cols: int, bits: int) -> int:
-    """Number of int32 words that ``cols`` codes of ``bits`` bits take: ``ceil(cols * bits / 32)``."""
+    """Count the int32 words that ``cols`` codes of ``bits`` bits take: ``ceil(cols * bits / 32)``."""
     return -(-cols * bits // 32)
 
 
@@ -56,16 +56,16 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
     rows = words.shape[0]
     if words.dtype != torch.int32 or words.shape[1] != packed_width(cols, bits):
         raise ValueError(
-            f"{cols} codes of {bits} bits need int32 [rows, {packed_width(cols, bits)}], got {words.dtype} {list(words.shape)}"
+            f"{cols} codes of {bits} bits need int32 [rows, {packed_width(cols, bits)}], got {words.dtype}"
+            f" {list(words.shape)}"
         )
     step = max(1, CHUNK // max(cols, 1))
     if rows > step:
         return torch.cat([unpack_rows(part, bits, cols) for part in words.split(step)])
     mask = (1 << bits) - 1
     if bits in (4, 8):
-        pairs = words.contiguous().view(
-            torch.uint8
-        )  # int32 is little-endian on every platform that torch has wheels for
+        # int32 is little-endian on every platform that torch has wheels for
+        pairs = words.contiguous().view(torch.uint8)
         fields = pairs if bits == 8 else torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
         return fields[:, :cols].contiguous()
     if 32 % bits == 0:

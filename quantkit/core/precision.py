@@ -1,4 +1,4 @@
-"""What this processor multiplies fast, and float32 products that are float32 whatever the program around has allowed."""
+"""Which matrix products are exact and which are fast: float32 kept as float32, bf16 where the processor has it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Inside, float32 matrices are multiplied in float32: no TF32 on a GPU, no bf16 on a CPU. What was set before comes back, by whichever of
-    torch's two interfaces it was set."""
+    """Multiply float32 matrices in float32 inside: no TF32 on a GPU, no bf16 on a CPU.
+
+    What was set before comes back, by whichever of torch's two interfaces it was set.
+    """
     cuda: Any = torch.backends.cuda
     mkldnn: Any = torch.backends.mkldnn
     backends = cuda.matmul, mkldnn.matmul

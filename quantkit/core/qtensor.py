@@ -1,4 +1,8 @@
-"""QuantTensor: integer codes + scales + zeros + scheme. BlockTensor: raw blocks of a foreign number format. TableTensor: one that looks numbers up."""
+"""The weights that algorithms, formats and kernels exchange.
+
+QuantTensor: integer codes, scales, zero points and their scheme. BlockTensor: raw blocks of a foreign number format.
+TableTensor: 4-bit codes that name entries of a table.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +95,10 @@ class QuantTensor:
 class TableTensor:
     """A weight of 4-bit codes that name entries of a table, times a scale per group of inputs: ``table[code] * scale``.
 
-    codes: uint8 ``[out, in]``, 0 to 15. scales: float32 ``[out, groups]``. table: float32 ``[16]``. group_size: inputs per scale, which divides
-    ``in``, or None for one scale per row.
+    codes: uint8 ``[out, in]``, 0 to 15.
+    scales: float32 ``[out, groups]``.
+    table: float32 ``[16]``.
+    group_size: inputs per scale, which divides ``in``, or None for one scale per row.
     """
 
     codes: Tensor
@@ -120,8 +126,10 @@ class TableTensor:
 class BlockTensor:
     """A weight in a number format that is not uniform integer (NF4, LLM.int8, K-quants): raw blocks and their kind.
 
-    raw: the stored tensors by their local names. decode: raw -> float32 ``[out, in]``; it belongs to the format that
-    made this tensor. Evaluated, loaded and verified like any weight; repacking to an integer format is lossy and refused.
+    Evaluated, loaded and verified like any weight; repacking to an integer format is lossy and refused.
+
+    raw: the stored tensors by their local names.
+    decode: raw -> float32 ``[out, in]``; it belongs to the format that made this tensor.
     look_up: raw -> the same numbers as a TableTensor, for formats whose blocks are one, else None.
     """
 

@@ -17,11 +17,13 @@ SCALE_DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": to
 class Scheme:
     """How one weight ``[out_features, in_features]`` becomes integers.
 
-    bits: 2 to 8. group_size: number of inputs that share a scale, or None for one group per output row
-    (per channel). symmetric: the zero point is ``2**(bits-1)`` and is not stored. scale_dtype: the dtype
-    that scales are stored in; codes are chosen for the rounded scale. activations: None for floating point, or "int8":
-    the weight's inputs are rounded at run time too, symmetric, one scale per token (``core.activations``); such weights have
-    8 bits, one scale per channel, no zero points: what integer matrix units multiply.
+    bits: 2 to 8.
+    group_size: number of inputs that share a scale, or None for one group per output row (per channel).
+    symmetric: the zero point is ``2**(bits-1)`` and is not stored.
+    scale_dtype: the dtype that scales are stored in; codes are chosen for the rounded scale.
+    activations: None for floating point, or "int8": the weight's inputs are rounded at run time too, symmetric, one
+        scale per token (``core.activations``); such weights have 8 bits, one scale per channel, no zero points: what
+        integer matrix units multiply.
 
     Raises RequestError for a value outside its range, and for activations that do not go with the weights.
 
@@ -79,14 +81,17 @@ class Scheme:
         return -(-in_features // self.width(in_features))
 
     def describe(self) -> str:
-        """Short name for people: ``W4 g128 asym``, ``W8A8 channel sym``."""
+        """Return a short name for people: ``W4 g128 asym``, ``W8A8 channel sym``."""
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         activations = "" if self.activations is None else "A8"
         return f"W{self.bits}{activations} {group} {'sym' if self.symmetric else 'asym'}"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that ``from_json`` reads back. Activations only where they are quantized, so that a quantkit which
-        does not know them reads weight-only models and refuses the others."""
+        """Return a JSON object that ``from_json`` reads back.
+
+        Activations are in it only where they are quantized, so that a quantkit which does not know them reads
+        weight-only models and refuses the others.
+        """
         activations = {} if self.activations is None else {"activations": self.activations}
         return {
             "bits": self.bits,

@@ -1,7 +1,7 @@
 """Perplexity, divergence and speed of a model, against its original.
 
-``quantkit.evaluate`` is both this package and, called, the function ``quantkit.evaluate.report.evaluate``: Python binds a
-subpackage to its parent's attribute on first import, so the module itself has to be callable for both to work.
+``quantkit.evaluate`` is both this package and, called, the function ``quantkit.evaluate.api.evaluate``: Python binds
+a subpackage to its parent's attribute on first import, so the module itself has to be callable for both to work.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 
 
 class _CallablePackage(types.ModuleType):
+    """The package itself, callable as ``evaluate``."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from quantkit.evaluate.report import evaluate
+        from quantkit.evaluate.api import evaluate
 
         return evaluate(*args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """As ``inspect.signature`` and notebooks show it."""
-        from quantkit.evaluate.report import evaluate
+        from quantkit.evaluate.api import evaluate
 
         return inspect.signature(evaluate)
 

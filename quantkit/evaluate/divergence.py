@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.errors import NumericsError, RequestError
 from quantkit.evaluate.perplexity import (
     LanguageModel,
-    Progress,
+    OnProgress,
     check_finite,
     chosen,
     chunks,
@@ -27,7 +27,7 @@ from quantkit.evaluate.perplexity import (
     mean_and_stderr,
     scored_hidden,
 )
-from quantkit.evaluate.windows import Windows
+from quantkit.evaluate.windows import EvaluationWindows
 
 STATES_IN_MEMORY = 256 * 2**20
 
@@ -42,15 +42,18 @@ class Baseline:
 
     model: LanguageModel
     states: Tensor
-    windows: Windows
+    windows: EvaluationWindows
     name: str
     streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Per scored token, each ``[windows, scored]``: losses of both in nats (float64), KL(original || model) in nats
-    (float64), and whether both rank the same token first (bool)."""
+    """Losses and divergence of each scored token; every tensor is ``[windows, scored]``.
+
+    baseline_losses, losses: nats (float64). kl: KL(original || model) in nats (float64). same_top: whether both rank
+    the same token first (bool).
+    """
 
     baseline_losses: Tensor
     losses: Tensor
@@ -58,7 +61,7 @@ class Comparison:
     same_top: Tensor
 
     def summary(self) -> dict[str, float | None]:
-        """Mean, standard error over windows and quantiles, by the names of ``eval --json``."""
+        """Return mean, standard error over windows and quantiles, by the names of ``eval --json``."""
         kl_mean, kl_stderr = mean_and_stderr(self.kl)
         delta, delta_stderr = mean_and_stderr(self.losses - self.baseline_losses)
         flat = self.kl.flatten()
@@ -77,18 +80,21 @@ class Comparison:
 
 
 def quantile(values: Tensor, q: float) -> float:
-    """Linear-interpolated quantile of a vector of any length (torch.quantile refuses more than 2**24 values)."""
+    """Return the linear-interpolated quantile of a vector of any length.
+
+    (torch.quantile refuses more than 2**24 values.)
+    """
     return float(np.quantile(values.double().cpu().numpy(), q))
 
 
 @torch.inference_mode()
 def record_baseline(
     model: LanguageModel,
-    windows: Windows,
+    windows: EvaluationWindows,
     name: str,
     *,
     release: Callable[[], None] | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Baseline:
     """Run the original over the windows and keep its hidden states; then ``release`` its decoder blocks."""
     states: Tensor | None = None
@@ -106,7 +112,7 @@ def record_baseline(
 
 
 @torch.inference_mode()
-def compare(model: LanguageModel, baseline: Baseline, progress: Progress | None = None) -> Comparison:
+def compare(model: LanguageModel, baseline: Baseline, progress: OnProgress | None = None) -> Comparison:
     """Run the model over the same windows and compare each scored token's whole distribution.
 
     Raises NumericsError when a loss or a divergence is not finite.
@@ -131,7 +137,8 @@ def compare(model: LanguageModel, baseline: Baseline, progress: Progress | None 
         check_finite(result.losses[window], window, "the model")
         if not bool(torch.isfinite(result.kl[window]).all()):
             raise NumericsError(
-                f"Window {window} has a KL divergence that is not finite: one model gives a token -inf. Evaluate with --dtype float32."
+                f"Window {window} has a KL divergence that is not finite: one model gives a token -inf. Evaluate with"
+                " --dtype float32."
             )
         if progress is not None:
             progress("evaluating", window + 1, windows.count)
@@ -139,6 +146,7 @@ def compare(model: LanguageModel, baseline: Baseline, progress: Progress | None 
 
 
 def _same_columns(baseline: Baseline, model: LanguageModel, hidden: Tensor) -> int:
+    """Return the columns of the logits. Raises RequestError where the two models differ in them."""
     vocab = logit_columns(model, hidden)
     original = logit_columns(baseline.model, baseline.states[0, :1].to(hidden.device))
     if vocab != original:
@@ -150,7 +158,10 @@ def _same_columns(baseline: Baseline, model: LanguageModel, hidden: Tensor) -> i
 
 
 def _compare_chunk(p: Tensor, q: Tensor, targets: Tensor, result: Comparison, window: int, part: slice) -> None:
-    """Fill in one chunk. p, q: log-probabilities of original and model, float32 ``[tokens, vocab]``; both are used up."""
+    """Fill in one chunk of ``result``.
+
+    p, q: log-probabilities of original and model, float32 ``[tokens, vocab]``; both are used up.
+    """
     result.baseline_losses[window, part] = chosen(p, targets)
     result.losses[window, part] = chosen(q, targets)
     result.same_top[window, part] = (p.argmax(-1) == q.argmax(-1)).cpu()
@@ -159,7 +170,7 @@ def _compare_chunk(p: Tensor, q: Tensor, targets: Tensor, result: Comparison, wi
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Room for hidden states: memory when small, else a file that the system deletes with the last reference to it."""
+    """Make room for hidden states: memory when small, else a file that the system deletes with the last reference."""
     size = int(np.prod(shape)) * dtype.itemsize
     if size <= STATES_IN_MEMORY:
         return torch.empty(shape, dtype=dtype)

@@ -9,12 +9,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from quantkit.version import __version__
+
 
 def versions() -> dict[str, str]:
-    """Versions of Python, quantkit and the libraries that decide a figure."""
-    import quantkit
+    """Return the versions of Python, quantkit and the libraries that decide a figure."""
 
-    found = {"python": platform.python_version(), "quantkit": quantkit.__version__}
+    found = {"python": platform.python_version(), "quantkit": __version__}
     for name in ("torch", "transformers", "tokenizers", "numpy"):
         found[name] = metadata.version(name)
     for name in ("numba", "triton"):  # kernels: absent where they are not installed
@@ -24,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, threads torch uses, memory, instruction set and, where there is one, the GPU."""
+    """Describe processor, cores, threads that torch uses, memory, instruction set and, where there is one, the GPU."""
     import torch
 
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -40,7 +41,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name; the architecture where the system does not tell it."""
+    """Return the processor's name; the architecture where the system does not tell it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():

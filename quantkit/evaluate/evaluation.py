@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantkit.core.kvscheme import cache_words
-from quantkit.evaluate.bands import Band
-from quantkit.evaluate.greedy import GreedyAgreement
-from quantkit.evaluate.planted import PlantedFacts
+from quantkit.evaluate.by_position import Band
+from quantkit.evaluate.kv_cache.greedy_text import GreedyAgreement
+from quantkit.evaluate.kv_cache.planted_facts import PlantedFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +17,15 @@ class Evaluation:
     """One measurement with all that identifies it. Losses and divergences are in nats.
 
     Fields that end in ``stderr`` are standard errors over windows, None for a single window. The fields from
-    ``baseline`` to ``top1_agreement_stderr`` are None without a baseline, ``bits_per_weight`` (quantized linears, scales
-    and zeros counted) for a model that is not quantized. ``model_bits_per_weight`` is 8 x checkpoint tensor bytes /
-    parameters, tied ones counted once. ``tokens`` counts BOS; ``scored_tokens`` are those with a loss. ``streamed``: one
-    decoder block was in memory at a time; the figures are the same.
+    ``baseline`` to ``top1_agreement_stderr`` are None without a baseline, ``bits_per_weight`` (quantized linears,
+    scales and zeros counted) for a model that is not quantized. ``model_bits_per_weight`` is 8 x checkpoint tensor
+    bytes / parameters, tied ones counted once. ``tokens`` counts BOS; ``scored_tokens`` are those with a loss.
+    ``streamed``: one decoder block was in memory at a time; the figures are the same.
 
-    ``kv_bits``: of the cache, as the command line takes them; ``kv_scales``: "online", "static" or "fp8", None at 16 bits;
-    ``kv_bits_per_number``: what a cached number takes once it is packed, scales counted, the newest tokens (16 bits) not; the run-time
-    dtype's bits for a cache that is not quantized. ``by_position``: bands of the windows. ``planted_fact`` and ``greedy``: where asked for.
+    ``kv_bits``: of the cache, as the command line takes them; ``kv_scales``: "online", "static" or "fp8", None at 16
+    bits; ``kv_bits_per_number``: what a cached number takes once it is packed, scales counted, the newest tokens (16
+    bits) not; the run-time dtype's bits for a cache that is not quantized. ``by_position``: bands of the windows.
+    ``planted_fact`` and ``greedy``: where asked for.
     """
 
     model: str
@@ -73,12 +74,14 @@ class Evaluation:
     hardware: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with every field."""
+        """Return a JSON object with every field."""
         return asdict(self)
 
     def table(self, *, color: bool = False, bands: bool = False) -> str:
-        """For people: the figures, and below them what they were measured on. color: with terminal styles. bands: with a line for
-        each band of positions."""
+        """Show the figures for people, and below them what they were measured on.
+
+        color: with terminal styles. bands: with a line for each band of positions.
+        """
         from rich.console import Console
         from rich.table import Table
 
@@ -108,11 +111,17 @@ class Evaluation:
             ("KV cache", self._cache()),
             (
                 "measured on",
-                f"{self.data}{half} (sha256 {self.data_sha256[:12]}), {self.windows} windows of {self.seq_len}, stride {self.stride}, {bos}",
+                (
+                    f"{self.data}{half} (sha256 {self.data_sha256[:12]}), {self.windows} windows of {self.seq_len},"
+                    f" stride {self.stride}, {bos}"
+                ),
             ),
             (
                 "",
-                f"protocol {self.protocol}, {self.scored_tokens} of {self.tokens} tokens scored, {kernels}, {self.device}",
+                (
+                    f"protocol {self.protocol}, {self.scored_tokens} of {self.tokens} tokens scored, {kernels},"
+                    f" {self.device}"
+                ),
             ),
             ("", f"tokenizer {self.tokenizer_sha256[:12]}, token ids {self.ids_sha256[:12]}"),
             *self._streamed(),
@@ -120,7 +129,7 @@ class Evaluation:
         ]
 
     def _compared(self) -> list[tuple[str, str]]:
-        """The difference from the baseline."""
+        """Rows for the difference from the baseline."""
         if self.kl_mean is None:
             return []
         return [
@@ -128,8 +137,10 @@ class Evaluation:
             ("delta ln ppl", f"{self.delta_ln_ppl:+.4f}{_pm(self.delta_ln_ppl_stderr, '.4f')}   (paired over windows)"),
             (
                 "KL divergence",
-                f"{self.kl_mean:.4f}{_pm(self.kl_stderr, '.4f')} nats   "
-                f"median {self.kl_median:.3g}, p99 {self.kl_p99:.3g}, max {self.kl_max:.3g}",
+                (
+                    f"{self.kl_mean:.4f}{_pm(self.kl_stderr, '.4f')} nats   "
+                    f"median {self.kl_median:.3g}, p99 {self.kl_p99:.3g}, max {self.kl_max:.3g}"
+                ),
             ),
             (
                 "same top token",
@@ -138,27 +149,31 @@ class Evaluation:
         ]
 
     def _bands(self) -> list[tuple[str, str]]:
+        """Rows for the figures by position in the window."""
         rows: list[tuple[str, str]] = []
         for band in self.by_position:
             text = f"{f'{band.start} - {band.stop}':<13} perplexity {band.perplexity:.4f}"
             if band.kl_mean is not None:
                 text += (
-                    f"   delta ln ppl {band.delta_ln_ppl:+.4f}   KL {band.kl_mean:.4f}{_pm(band.kl_stderr, '.4f')} nats   "
-                    f"same top token {100 * (band.top1_agreement or 0):.1f} %"
+                    f"   delta ln ppl {band.delta_ln_ppl:+.4f}   KL {band.kl_mean:.4f}{_pm(band.kl_stderr, '.4f')} nats"
+                    f"   same top token {100 * (band.top1_agreement or 0):.1f} %"
                 )
             rows.append(("by position" if not rows else "", text))
         return rows
 
     def _cache_rows(self) -> list[tuple[str, str]]:
-        """What the quantized cache changes beside the 16-bit one, with the same weights."""
+        """Rows for what the quantized cache changes beside the 16-bit one, with the same weights."""
         rows: list[tuple[str, str]] = []
         if self.planted_fact is not None:
             p = self.planted_fact
             rows += [
                 (
                     "planted facts",
-                    f"ln p(answer) {p.log_prob:.3f}, with a 16-bit cache {p.log_prob_16_bit:.3f}: "
-                    f"{p.difference:+.4f}{_pm(p.difference_stderr, '.4f')}   (paired, {p.facts} facts in {p.texts} texts of {p.context})",
+                    (
+                        f"ln p(answer) {p.log_prob:.3f}, with a 16-bit cache {p.log_prob_16_bit:.3f}:"
+                        f" {p.difference:+.4f}{_pm(p.difference_stderr, '.4f')}   (paired, {p.facts} facts in {p.texts}"
+                        f" texts of {p.context})"
+                    ),
                 ),
                 ("", f"answered {100 * p.answered:.0f} %, with a 16-bit cache {100 * p.answered_16_bit:.0f} %"),
             ]
@@ -167,8 +182,11 @@ class Evaluation:
             rows.append(
                 (
                     "greedy text",
-                    f"{100 * g.share:.1f} %{_pm(_times(g.share_stderr, 100), '.1f')} of {g.tokens} tokens equal to those with a 16-bit cache "
-                    f"before the first difference, {100 * g.identical:.0f} % of {g.prompts} texts identical",
+                    (
+                        f"{100 * g.share:.1f} %{_pm(_times(g.share_stderr, 100), '.1f')} of {g.tokens} tokens equal to"
+                        f" those with a 16-bit cache before the first difference, {100 * g.identical:.0f} % of"
+                        f" {g.prompts} texts identical"
+                    ),
                 )
             )
         return rows
@@ -177,7 +195,7 @@ class Evaluation:
         return cache_words(self.kv_bits, self.kv_scales, self.kv_bits_per_number if self.kv_scales else None)
 
     def _streamed(self) -> list[tuple[str, str]]:
-        """A line when a model did not fit into memory, or was not to."""
+        """A row where a model did not fit into memory, or was not to."""
         who = [name for name, yes in (("the original", self.baseline_streamed), ("the model", self.streamed)) if yes]
         return [("", f"{' and '.join(who)}: one block in memory at a time")] if who else []
 

@@ -12,9 +12,12 @@ from quantkit.formats.reader import QuantizedReader
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """checkpoint_bytes: bytes of all stored tensors. bits_per_weight: quantized linears alone, scales and zeros counted;
-    None for a model that is not quantized. model_bits_per_weight: ``8 * checkpoint_bytes / parameters`` of the whole
-    model, tied ones counted once; the figure to compare with files of other tools."""
+    """The size of a checkpoint.
+
+    checkpoint_bytes: bytes of all stored tensors. bits_per_weight: of quantized linears alone, scales and zeros
+    counted; None for a model that is not quantized. model_bits_per_weight: ``8 * checkpoint_bytes / parameters`` of the
+    whole model, tied ones counted once; the figure to compare with files of other tools.
+    """
 
     checkpoint_bytes: int
     bits_per_weight: float | None
@@ -22,7 +25,7 @@ class Sizes:
 
 
 def measure_sizes(source: Source) -> Sizes:
-    """Sizes of a checkpoint of any format that is read. One quantized module is in memory at a time."""
+    """Measure a checkpoint of any format that is read. One quantized module is in memory at a time."""
     reader = QuantizedReader(source)
     stored = stored_bytes(source)
     bits, weights = 0, 0
@@ -34,8 +37,10 @@ def measure_sizes(source: Source) -> Sizes:
 
 
 def stored_bytes(source: Source) -> int:
-    """Bytes of all tensors as they lie in the file, scales of the KV cache included; for a GGUF file the packed ones, not
-    what they are read as."""
+    """Count the bytes of all tensors as they lie in the file, scales of the KV cache included.
+
+    For a GGUF file these are the packed bytes, not those of what its tensors are read as.
+    """
     from quantkit.checkpoint.gguf_source import GGUFSource
 
     if isinstance(source, GGUFSource):
@@ -46,7 +51,7 @@ def stored_bytes(source: Source) -> int:
 
 
 def count_parameters(source: Source) -> int:
-    """Parameters of the model that the config describes; a tied head is counted once."""
+    """Count the parameters of the model that the config describes; a tied head counts once."""
     from quantkit.model.skeleton import build_skeleton, tied_parameters
 
     model = build_skeleton(source.config)

@@ -1,8 +1,9 @@
-"""A model that does not fit into memory, evaluated all the same: every window goes through one decoder block, then the next.
+"""Evaluate a model that does not fit into memory: every window goes through one decoder block, then the next.
 
-At any time the embeddings, the final norm, the head and one block are in memory; the hidden states of all windows lie beside
-them (in a temporary file above 256 MB). Each block sees exactly the arguments that the model's own forward would give it
-(``quantkit.model.stepper``), one window at a time as in the unstreamed evaluation, so the results are the same bits.
+At any time the embeddings, the final norm, the head and one block are in memory; the hidden states of all windows lie
+beside them (in a temporary file above 256 MB). Each block sees exactly the arguments that the model's own forward
+would give it (``quantkit.model.stepper``), one window at a time as in the unstreamed evaluation, so the results are
+the same bits.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.source import Source, open_source
+from quantkit.checkpoint.open import open_source
+from quantkit.checkpoint.source import Source
+from quantkit.core.host import choose_device
 from quantkit.errors import RequestError
 from quantkit.evaluate.divergence import allocate
-from quantkit.evaluate.perplexity import Progress
-from quantkit.evaluate.windows import Windows
+from quantkit.evaluate.perplexity import OnProgress
+from quantkit.evaluate.windows import EvaluationWindows
 from quantkit.model.skeleton import build_skeleton, find_blocks
-from quantkit.model.stepper import Call, record, run_block, run_norm, same_call
-from quantkit.runtime.load import choose_device, choose_dtype, dense_weights, load_parameters
+from quantkit.model.stepper import BlockArguments, record, run_block, run_norm, same_call
+from quantkit.runtime.layers.build import dense_weights, load_parameters
+from quantkit.runtime.load import choose_dtype
 from quantkit.runtime.model import head_only
 
 SHARE = 0.8  # of the memory that is free: a model that needs more than this is streamed
@@ -35,13 +39,15 @@ class StreamedModel:
 
     kv_bits = 16
 
-    def __init__(self, module: Any, windows: Windows, states: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: Any, windows: EvaluationWindows, states: Tensor, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.config, self.device, self.dtype = module.config, device, dtype
         self._head, self._states = head_only(module), states
         self._place = {_key(ids): i for i, ids in enumerate(windows.ids)}
 
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """Final hidden states ``[1, tokens, hidden]`` of one of the windows, int64 ``[1, tokens]``.
+        """Return the final hidden states ``[1, tokens, hidden]`` of one of the windows, int64 ``[1, tokens]``.
 
         Raises RequestError for tokens that were not streamed.
         """
@@ -50,12 +56,12 @@ class StreamedModel:
             raise RequestError("These tokens were not among the windows that the model was streamed over.")
         return self._states[place : place + 1].to(self.device)
 
-    def scored(self, windows: Windows) -> Tensor:
-        """Hidden states behind the scored tokens of all windows, ``[windows, scored, hidden]``, not copied."""
+    def scored(self, windows: EvaluationWindows) -> Tensor:
+        """Return the states behind the scored tokens of all windows, ``[windows, scored, hidden]``, not copied."""
         return self._states[:, windows.first : -1]
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits ``[batch, tokens, vocab]`` of hidden states, by the model's own head."""
+        """Return logits ``[batch, tokens, vocab]`` of hidden states, by the model's own head."""
         logits: Tensor = self._head(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
@@ -67,25 +73,25 @@ def _key(ids: Tensor) -> bytes:
 @torch.inference_mode()
 def stream(
     ref: str | Path | Source,
-    windows: Windows,
+    windows: EvaluationWindows,
     *,
     dtype: str = "float32",
     device: str = "auto",
     what: str = "streaming",
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> StreamedModel:
     """Run all windows through a model, floating point or quantized, with one block in memory at a time.
 
     Raises what ``quantkit.load`` raises.
     """
-    source = open_source(ref) if isinstance(ref, (str, Path)) else ref
+    source = open_source(ref)
     where = choose_device(device)
     number = choose_dtype(dtype, where)
     module = build_skeleton(source.config, number)
     blocks = find_blocks(module)
     weights, quantized = dense_weights(module, source, number)
-    outside = [name for name in weights.names if not name.startswith(f"{blocks.prefix}.")]
-    load_parameters(module, weights, outside, where, quantized)
+    head_embeddings = [name for name in weights.names if not name.startswith(f"{blocks.prefix}.")]
+    load_parameters(module, weights, head_embeddings, where, quantized)
     for name, buffer in list(module.named_buffers()):
         owner, _, local = name.rpartition(".")
         module.get_submodule(owner)._buffers[local] = buffer.to(where)
@@ -106,12 +112,15 @@ def stream(
     return StreamedModel(module, windows, states, where, number)
 
 
-def _embed(module: Any, blocks: Any, windows: Windows, device: torch.device) -> tuple[Tensor, list[list[Call]]]:
-    """States before the first block ``[windows, tokens, hidden]``, and for each window the arguments of every block.
+def _embed(
+    module: Any, blocks: Any, windows: EvaluationWindows, device: torch.device
+) -> tuple[Tensor, list[list[BlockArguments]]]:
+    """Return the states before the first block ``[windows, tokens, hidden]``, and each window's block arguments.
 
-    Windows of one length nearly always share their arguments; those are kept once."""
+    Windows of one length nearly always share their arguments; those are kept once.
+    """
     states: Tensor | None = None
-    calls: list[list[Call]] = []
+    calls: list[list[BlockArguments]] = []
     for window in range(windows.count):
         recording = record(module, blocks, windows.ids[window : window + 1].to(device))
         if states is None:
@@ -125,14 +134,17 @@ def _embed(module: Any, blocks: Any, windows: Windows, device: torch.device) -> 
 
 
 def dense_bytes(source: Source, dtype: torch.dtype) -> int:
-    """Bytes of the whole model with every weight in this dtype; a tied head counts once."""
+    """Count the bytes of the whole model with every weight in this dtype; a tied head counts once."""
     from quantkit.evaluate.sizes import count_parameters
 
     return count_parameters(source) * dtype.itemsize
 
 
 def must_stream(source: Source, dtype: str, device: str, asked: bool | None) -> bool:
-    """Whether a model is streamed: as asked, else when its dense weights take more than 80 % of the memory that is free."""
+    """Return whether a model is streamed.
+
+    As asked, else when its dense weights take more than 80 % of the memory that is free.
+    """
     if asked is not None:
         return asked
     where = choose_device(device)
@@ -140,7 +152,7 @@ def must_stream(source: Source, dtype: str, device: str, asked: bool | None) -> 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be had without swapping: the GPU's, or the host's within the limit of this process's group."""
+    """Return the memory free without swapping: the GPU's, or the host's within the limit of this process's group."""
     from quantkit.core.host import available_bytes
 
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()

@@ -10,7 +10,7 @@ from quantkit.errors import RequestError, SourceError
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Ids of the whole text as one string, without special tokens. Raises SourceError if there are none."""
+    """Return the ids of the whole text as one string, without special tokens. Raises SourceError if there are none."""
     # verbose=False: the warning that the text is longer than the model's context is beside the point, windows are cut
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
@@ -19,7 +19,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def bos_id(tokenizer: Any) -> int:
-    """The id of BOS. Raises SourceError for a tokenizer that has none."""
+    """Return the id of BOS. Raises SourceError for a tokenizer that has none."""
     if tokenizer.bos_token_id is None:
         raise SourceError(
             "The model wants BOS first, and its tokenizer names no bos_token. Add it to tokenizer_config.json."
@@ -28,7 +28,10 @@ def bos_id(tokenizer: Any) -> int:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """sha256 of the vocabulary, token by token with ids. (The ids of the text are hashed on their own, see Windows.)"""
+    """Return the sha256 of the vocabulary, token by token with ids.
+
+    The ids of the text have a hash of their own: ``EvaluationWindows.digest``.
+    """
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
@@ -41,12 +44,13 @@ def check_same_tokens(one: Any, other: Any, text: str, one_name: str, other_name
             (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
         )
         raise RequestError(
-            f"The tokenizers of {one_name} and {other_name} differ: {len(first)} and {len(second)} tokens for the text, "
-            f"parting at token {at}. {remedy}"
+            f"The tokenizers of {one_name} and {other_name} differ: {len(first)} and {len(second)} tokens for the text,"
+            f" parting at token {at}. {remedy}"
         )
     if one.bos_token_id != other.bos_token_id:
         raise RequestError(
-            f"The tokenizers of {one_name} and {other_name} have BOS {one.bos_token_id} and {other.bos_token_id}. {remedy}"
+            f"The tokenizers of {one_name} and {other_name} have BOS {one.bos_token_id} and {other.bos_token_id}."
+            f" {remedy}"
         )
     if one.get_vocab() != other.get_vocab():
         apart = set(one.get_vocab().items()) ^ set(other.get_vocab().items())

@@ -22,7 +22,7 @@ DEFAULT_SEQ_LEN = {"gptq": 1024, "llama.cpp": 512}
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class EvaluationWindows:
     """Token ids ready to evaluate.
 
     ids: int64 ``[windows, seq_len]``. first: logits at positions ``first .. seq_len - 2`` are scored, each against the
@@ -51,11 +51,14 @@ class Windows:
         return self.seq_len - 1 - self.first
 
     def targets(self, window: int) -> Tensor:
-        """The scored tokens of one window: int64 ``[scored]``."""
+        """Return the scored tokens of one window: int64 ``[scored]``."""
         return self.ids[window, self.first + 1 :]
 
     def digest(self) -> str:
-        """sha256 of shape and ids (little-endian int32, row by row): two runs that share it saw the same windows."""
+        """Return the sha256 of shape and ids (little-endian int32, row by row).
+
+        Two runs that share it saw the same windows.
+        """
         digest = hashlib.sha256(f"{self.count}x{self.seq_len}".encode())
         digest.update(self.ids.to(torch.int32).numpy().astype("<i4").tobytes())
         return digest.hexdigest()
@@ -68,7 +71,7 @@ def make_windows(
     seq_len: int | None = None,
     bos_id: int | None = None,
     tokens: int | None = None,
-) -> Windows:
+) -> EvaluationWindows:
     """Cut the ids of one text (without special tokens) into windows.
 
     bos_id: the id that opens each window, or None for a model that sees no BOS. tokens: at most this many tokens,
@@ -88,18 +91,19 @@ def make_windows(
     wanted = available if tokens is None else tokens // seq_len
     if available < max(wanted, 1):
         raise SourceError(
-            f"The text has {len(text_ids)} tokens: {available} windows of {seq_len}, and {max(wanted, 1)} are asked for. "
-            "Lower --tokens or --seq-len, or take a longer text."
+            f"The text has {len(text_ids)} tokens: {available} windows of {seq_len}, and {max(wanted, 1)} are asked"
+            " for. Lower --tokens or --seq-len, or take a longer text."
         )
     ids = torch.tensor(stream[: wanted * step], dtype=torch.int64).reshape(wanted, step)
     if bos_id is not None:
         opening = torch.full((wanted, 1), bos_id, dtype=torch.int64)
         ids = torch.cat([opening, ids if protocol == "gptq" else ids[:, 1:]], dim=1)
     first = 0 if protocol == "gptq" else seq_len // 2
-    return Windows(ids=ids, first=first, protocol=protocol, bos=bos_id is not None, stride=step)
+    return EvaluationWindows(ids=ids, first=first, protocol=protocol, bos=bos_id is not None, stride=step)
 
 
 def _checked_seq_len(protocol: str, seq_len: int | None) -> int:
+    """Return the window length. Raises RequestError for an unknown protocol or fewer than 4 tokens."""
     if protocol not in DEFAULT_SEQ_LEN:
         raise RequestError(f"--protocol {protocol!r} is unknown. There are {' and '.join(DEFAULT_SEQ_LEN)}.")
     seq_len = DEFAULT_SEQ_LEN[protocol] if seq_len is None else seq_len

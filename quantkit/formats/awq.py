@@ -9,8 +9,8 @@ Per linear ``X`` (out_features N, in_features K, groups G = K / g)::
     w[n, k] = (code[k, n] - zero[k // g, n]) * scale[k // g, n]
 
 One model has one scheme: the config has no place for a second. Readers: autoawq awq/utils/packing_utils.py, vLLM
-vllm/model_executor/layers/quantization/auto_awq.py (_convert_awq_to_standard_format; AutoAWQConfig.from_config), lmdeploy
-turbomind/converter.py. What each loads: docs/formats/awq.md.
+vllm/model_executor/layers/quantization/auto_awq.py (_convert_awq_to_standard_format; AutoAWQConfig.from_config),
+lmdeploy turbomind/converter.py. What each loads: docs/formats/awq.md.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats import Layout, Stored
 from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, weights_only, zeros_that_fit
+from quantkit.formats.interface import CheckpointLayout, TensorHeader
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, lowest first
 REVERSE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each column
@@ -37,7 +37,7 @@ class AWQ:
     name = "awq"
     summary = "4 bits, one group size for the whole model; loads in vLLM, SGLang, lmdeploy, transformers"
     stem = "model"
-    outside: tuple[str, ...] = ("head",)
+    head_embeddings: tuple[str, ...] = ("head",)
     uniform_groups = True
     holds_cache_scales = False
 
@@ -48,7 +48,10 @@ class AWQ:
         if scheme.bits != 4:
             return f"{scheme.bits} bits: awq files hold 4. Use --bits 4, --format gptq (2, 3, 4, 8) or --format native."
         if scheme.scale_dtype != "float16":
-            return f"scales in {scheme.scale_dtype}: awq files hold float16. Use --scale-dtype float16, or --format native."
+            return (
+                f"scales in {scheme.scale_dtype}: awq files hold float16. Use --scale-dtype float16, or --format"
+                " native."
+            )
         if out_features % 8:
             return f"{out_features} outputs are no multiple of 8, the codes of one word. Use --format native."
         return ragged(scheme, in_features)
@@ -58,10 +61,13 @@ class AWQ:
         return dividing_group_size(scheme, in_features)
 
     @staticmethod
-    def cannot_say(layout: Layout) -> str | None:
+    def cannot_say(layout: CheckpointLayout) -> str | None:
         schemes = sorted({scheme.describe() for scheme in layout.modules.values()})
         if len(schemes) > 1:
-            return f"one model in awq has one scheme, not {' and '.join(schemes)}. Use --format gptq, compressed-tensors or native."
+            return (
+                f"one model in awq has one scheme, not {' and '.join(schemes)}. Use --format gptq, compressed-tensors"
+                " or native."
+            )
         for dense in layout.dense:  # readers match modules_to_not_convert by substring
             caught = next((module for module in layout.modules if dense in module), None)
             if caught is not None:
@@ -77,7 +83,7 @@ class AWQ:
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
-        """Raises CheckpointError for a zero point of 16, which has no field."""
+        """Encode into qweight, qzeros and scales. Raises CheckpointError for a zero point of 16, which has no field."""
         if q.zeros is None:
             zeros = torch.full((q.scales.shape[1], q.shape[0]), q.scheme.midpoint, dtype=torch.uint8)
         else:
@@ -104,7 +110,7 @@ class AWQ:
         return QuantTensor(codes, scales.t().contiguous(), None, scheme)
 
     @staticmethod
-    def config(layout: Layout, version: str) -> dict[str, Any]:
+    def config(layout: CheckpointLayout, version: str) -> dict[str, Any]:
         scheme = next(iter(layout.modules.values()))
         return {
             "quant_method": "awq",
@@ -112,7 +118,7 @@ class AWQ:
             "group_size": -1 if scheme.group_size is None else scheme.group_size,
             "zero_point": not scheme.symmetric,
             "version": "gemm",
-            "lm_head": bool(layout.outside),
+            "lm_head": bool(layout.head_embeddings),
             "modules_to_not_convert": list(layout.dense) or None,
         }
 
@@ -125,13 +131,14 @@ class AWQ:
         version = str(config.get("version") or "gemm").lower()
         if version != "gemm":
             raise CheckpointError(
-                f"awq version {version!r} has another layout and is not read; quantkit reads 'gemm', in which most models also exist."
+                f"awq version {version!r} has another layout and is not read; quantkit reads 'gemm', in which most"
+                " models also exist."
             )
         return {name.removesuffix(".qweight"): LOCAL for name in names if name.endswith(".qweight")}
 
     @staticmethod
-    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme:
-        """The names of AutoAWQ's first releases (w_bit, q_group_size) are read too."""
+    def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
+        """Read the scheme, also by the names of AutoAWQ's first releases (w_bit, q_group_size)."""
         bits = int(config["bits"] if "bits" in config else config["w_bit"])
         if bits != 4:
             raise CheckpointError(f"{bits} bits: awq is read with 4 bits.")
@@ -140,7 +147,7 @@ class AWQ:
         return Scheme(bits, None if size == -1 else size, not config.get("zero_point", True), dtype)
 
     @staticmethod
-    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+    def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
         in_features, words = infos["qweight"].shape
         return words * 32 // bits, in_features
 

@@ -1,12 +1,14 @@
-"""bitsandbytes checkpoints, read only: NF4 and FP4 (with or without double quantization) and LLM.int8.
+"""Read bitsandbytes checkpoints: NF4 and FP4 (with or without double quantization) and LLM.int8.
 
 4 bits, per linear ``X`` (out_features N, in_features K, weight flattened row by row, blocks of B = 64 elements)::
 
-    X.weight                                   uint8 [N*K/2, 1]   first element in the high nibble: an index into quant_map
-    X.weight.absmax                            fp32 [N*K/B], or uint8 when nested (double quantization)
-    X.weight.quant_map                         fp32 [16]
-    X.weight.nested_absmax, .nested_quant_map  fp32 [N*K/B/256], fp32 [256]     absmax = map[code] * nested_absmax + offset
-    X.weight.quant_state.bitsandbytes__nf4     uint8: JSON {quant_type, blocksize, dtype, shape, [nested_blocksize, nested_offset]}
+    X.weight                  uint8 [N*K/2, 1]   first element in the high nibble: an index into quant_map
+    X.weight.absmax           fp32 [N*K/B], or uint8 when nested (double quantization)
+    X.weight.quant_map        fp32 [16]
+    X.weight.nested_absmax    fp32 [N*K/B/256]   absmax = nested_quant_map[code] * nested_absmax + offset
+    X.weight.nested_quant_map                    fp32 [256]
+    X.weight.quant_state.bitsandbytes__nf4       uint8: JSON {quant_type, blocksize, dtype, shape,
+                                                 [nested_blocksize, nested_offset]}
 
 8 bits::
 
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from quantkit.core.qtensor import BlockTensor, TableTensor
 from quantkit.errors import CheckpointError
-from quantkit.formats import Stored
+from quantkit.formats.interface import TensorHeader
 
 STATE = "weight.quant_state.bitsandbytes__"
 FOUR_BIT = ("weight", "weight.absmax", "weight.quant_map")
@@ -41,7 +43,7 @@ class BitsAndBytes:
 
     @staticmethod
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-        """Quantized modules and their local tensor names. A missing part is found by the caller."""
+        """List quantized modules and their local tensor names. A missing part is found by the caller."""
         stored = set(names)
         found: dict[str, tuple[str, ...]] = {}
         for name in names:
@@ -56,12 +58,12 @@ class BitsAndBytes:
         return found
 
     @staticmethod
-    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> str:
+    def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> str:
         state = next((name for name in infos if name.startswith(STATE)), None)
         return "llm-int8" if state is None else state.removeprefix(STATE)
 
     @staticmethod
-    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+    def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
         return None
 
     @staticmethod
@@ -74,7 +76,8 @@ def _int8(parts: Mapping[str, Tensor]) -> BlockTensor:
     weight, scales = parts["weight"], parts["SCB"]
     if weight.dtype != torch.int8 or weight.dim() != 2 or tuple(scales.shape) != (weight.shape[0],):
         raise CheckpointError(
-            f"int8 weight is {weight.dtype} {list(weight.shape)} with SCB {list(scales.shape)}; expected int8 [N, K] and [N]"
+            f"int8 weight is {weight.dtype} {list(weight.shape)} with SCB {list(scales.shape)}; expected int8 [N, K]"
+            " and [N]"
         )
     if int(parts.get("weight_format", torch.tensor(0))) != 0:
         raise CheckpointError("weight_format is not row-major (0). Save the model again with a current bitsandbytes.")
@@ -84,7 +87,7 @@ def _int8(parts: Mapping[str, Tensor]) -> BlockTensor:
 
 
 def decode_int8(raw: Mapping[str, Tensor]) -> Tensor:
-    """``code * SCB / 127`` in float32 ``[out, in]``."""
+    """Compute ``code * SCB / 127`` in float32 ``[out, in]``."""
     return raw["weight"].float() * (raw["SCB"].float() / 127).unsqueeze(1)
 
 
@@ -108,8 +111,8 @@ def _four_bit(parts: Mapping[str, Tensor]) -> BlockTensor:
         or raw["weight.absmax"].numel() != blocks
     ):
         raise CheckpointError(
-            f"{packed.numel()} {packed.dtype} values and {raw['weight.absmax'].numel()} scales do not hold {kind} {[rows, cols]} "
-            f"in blocks of {block} (only quant_storage uint8 is read)"
+            f"{packed.numel()} {packed.dtype} values and {raw['weight.absmax'].numel()} scales do not hold {kind}"
+            f" {[rows, cols]} in blocks of {block} (only quant_storage uint8 is read)"
         )
 
     def decode(raw: Mapping[str, Tensor]) -> Tensor:
@@ -125,7 +128,10 @@ def _four_bit(parts: Mapping[str, Tensor]) -> BlockTensor:
 def decode_four_bit(
     raw: Mapping[str, Tensor], shape: tuple[int, int], block: int, nested_block: int, offset: float
 ) -> Tensor:
-    """``quant_map[index] * absmax`` in float32 ``shape``. nested_block: block of the quantized absmax, 0 if it is fp32."""
+    """Compute ``quant_map[index] * absmax`` in float32 ``shape``.
+
+    nested_block: block of the quantized absmax, 0 if it is fp32.
+    """
     numel = shape[0] * shape[1]
     values = raw["weight.quant_map"].float()[_indices(raw, numel).long()]
     return (values * _absmax(raw, nested_block, offset).repeat_interleave(block)[:numel]).reshape(shape)
@@ -134,7 +140,10 @@ def decode_four_bit(
 def tabled(
     raw: Mapping[str, Tensor], shape: tuple[int, int], block: int, nested_block: int, offset: float
 ) -> TableTensor:
-    """The same numbers as codes ``[out, in]`` and scales ``[out, groups]``; blocks end at the ends of rows, or hold whole rows."""
+    """Return the same numbers as codes ``[out, in]`` and scales ``[out, groups]``.
+
+    Blocks end at the ends of rows, or hold whole rows.
+    """
     rows, cols = shape
     scales = _absmax(raw, nested_block, offset)
     if block >= cols:

@@ -1,4 +1,4 @@
-"""What the formats without short groups share: which group size they use, and which zero points fit their fields."""
+"""Share what formats without short groups need: the group size they use, and the zero points that fit their fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCALE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def dividing_group_size(scheme: Scheme, in_features: int) -> int | None:
-    """The size asked for if it divides, else the largest of 128, 64, 32 that does, else None (per channel)."""
+    """Return the size asked for if it divides, else the largest of 128, 64, 32 that does, else None (per channel)."""
     if scheme.group_size is None or in_features % scheme.group_size == 0:
         return scheme.group_size
     smaller = (size for size in (128, 64, 32) if size < scheme.group_size or scheme.group_size < 32)
@@ -20,14 +20,14 @@ def dividing_group_size(scheme: Scheme, in_features: int) -> int | None:
 
 
 def ragged(scheme: Scheme, in_features: int) -> str | None:
-    """Why a format without short groups cannot hold that width, or None."""
+    """Explain why a format without short groups cannot hold that width; None if it can."""
     if scheme.group_size is not None and in_features % scheme.group_size:
         return f"group size {scheme.group_size} does not divide {in_features} inputs. Use --format native."
     return None
 
 
 def weights_only(scheme: Scheme) -> str | None:
-    """Why a format whose readers keep activations in 16 bits cannot hold that scheme, or None."""
+    """Explain why a format whose readers keep activations in 16 bits cannot hold that scheme; None if it can."""
     if scheme.activations is None:
         return None
     return (
@@ -36,9 +36,10 @@ def weights_only(scheme: Scheme) -> str | None:
 
 
 def zeros_that_fit(q: QuantTensor, form: str) -> torch.Tensor:
-    """The zeros of an asymmetric weight, checked: a field of ``bits`` bits holds 0 .. 2**bits - 1, a QuantTensor 2**bits too.
+    """Check the zero points of an asymmetric weight against a field of ``bits`` bits, and return them.
 
-    Raises CheckpointError for one that does not fit; it is never rounded.
+    The field holds 0 .. 2**bits - 1, a QuantTensor 2**bits too. Raises CheckpointError for one that does not fit; it is
+    never rounded.
     """
     assert q.zeros is not None
     largest = int(q.zeros.max()) if q.zeros.numel() else 0
@@ -50,7 +51,7 @@ def zeros_that_fit(q: QuantTensor, form: str) -> torch.Tensor:
 
 
 def scale_dtype_name(dtype: torch.dtype) -> str:
-    """``float16`` or ``bfloat16``. Raises CheckpointError for any other dtype of stored scales."""
+    """Return ``float16`` or ``bfloat16``. Raises CheckpointError for any other dtype of stored scales."""
     name = SCALE_NAMES.get(dtype)
     if name is None:
         raise CheckpointError(f"scales stored as {dtype}; float16 and bfloat16 are read.")

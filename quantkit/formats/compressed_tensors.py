@@ -5,22 +5,24 @@ compressed_tensors/compressors/pack_quantized reads it::
 
     X.weight_packed      int32 [N, ceil(K * bits / 32)]        along K, LSB-first; field = signed code + 2**(bits-1)
     X.weight_scale       16 bit [N, K / g] or [N, 1]
-    X.weight_zero_point  int32 [ceil(N * bits / 32), K / g]    along N; field = signed zero + 2**(bits-1); only asymmetric
+    X.weight_zero_point  int32 [ceil(N * bits / 32), K / g]    along N; field = signed zero + 2**(bits-1); asymmetric
     X.weight_shape       int64 [2]
 
 A field equals our unsigned code, and our zero, unchanged: the signed convention lives only in the reader's arithmetic.
 
-``int-quantized``, int8 weights for int8 activations (W8A8), as compressed_tensors/compressors/naive_quantized/base.py:27 reads it and
-vLLM: compressed_tensors/compressed_tensors.py (_is_dynamic_token_w8a8), schemes/compressed_tensors_w8a8_int8.py (create_weights)::
+``int-quantized``, int8 weights for int8 activations (W8A8), as
+compressed_tensors/compressors/naive_quantized/base.py:27 reads it and vLLM: compressed_tensors/compressed_tensors.py
+(_is_dynamic_token_w8a8), schemes/compressed_tensors_w8a8_int8.py (create_weights)::
 
     X.weight              int8 [N, K]                          signed code = our code - 2**(bits-1)
     X.weight_scale        16 bit [N, 1]                        llm-compressor writes the model's dtype, too
 
-with ``input_activations`` of 8 bits, symmetric, strategy token, dynamic: nothing is stored for them. Files with static or asymmetric
-activations are refused.
+with ``input_activations`` of 8 bits, symmetric, strategy token, dynamic: nothing is stored for them. Files with static
+or asymmetric activations are refused.
 
-An fp8 KV cache: ``kv_cache_scheme`` in the config, and beside the projections of each attention module ``A``, as vLLM reads it
-(compressed_tensors.py, CompressedTensorsKVCacheMethod; weight_utils.py, maybe_remap_kv_scale_name, finds ``A.attn.k_scale``)::
+An fp8 KV cache: ``kv_cache_scheme`` in the config, and beside the projections of each attention module ``A``, as vLLM
+reads it (compressed_tensors.py, CompressedTensorsKVCacheMethod; weight_utils.py, maybe_remap_kv_scale_name, finds
+``A.attn.k_scale``)::
 
     A.k_scale, A.v_scale  float32 [1]                          x ~ E4M3 float * scale
 """
@@ -38,8 +40,8 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats import Layout, Stored
 from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, zeros_that_fit
+from quantkit.formats.interface import CheckpointLayout, TensorHeader
 
 LOCAL = ("weight_packed", "weight_scale", "weight_shape")
 PLAIN = ("weight", "weight_scale")
@@ -52,7 +54,7 @@ class CompressedTensors:
     name = "compressed-tensors"
     summary = "int4/int8, and int8 with int8 activations, for vLLM, SGLang, transformers, lmdeploy"
     stem = "model"
-    outside: tuple[str, ...] = ("head", "embedding")
+    head_embeddings: tuple[str, ...] = ("head", "embedding")
     uniform_groups = False
     holds_cache_scales = True
 
@@ -70,7 +72,7 @@ class CompressedTensors:
         return dividing_group_size(scheme, in_features)
 
     @staticmethod
-    def cannot_say(layout: Layout) -> str | None:
+    def cannot_say(layout: CheckpointLayout) -> str | None:
         return None
 
     @staticmethod
@@ -103,8 +105,9 @@ class CompressedTensors:
         packed = parts["weight_packed"]
         if tuple(packed.shape) != (out_features, packed_width(in_features, scheme.bits)):
             raise CheckpointError(
-                f"weight_packed {list(packed.shape)} does not hold {scheme.bits}-bit codes of {[out_features, in_features]} "
-                "as one dense stream (older releases pad 3, 5, 6 and 7 bits; those files are not read)"
+                f"weight_packed {list(packed.shape)} does not hold {scheme.bits}-bit codes of"
+                f" {[out_features, in_features]} as one dense stream (older releases pad 3, 5, 6 and 7 bits; those"
+                " files are not read)"
             )
         zeros = None
         if not scheme.symmetric:
@@ -114,15 +117,16 @@ class CompressedTensors:
         return QuantTensor(unpack_rows(packed, scheme.bits, in_features), parts["weight_scale"], zeros, scheme)
 
     @staticmethod
-    def config(layout: Layout, version: str) -> dict[str, Any]:
+    def config(layout: CheckpointLayout, version: str) -> dict[str, Any]:
         by_scheme: dict[Scheme, list[str]] = {}
         for module, scheme in layout.modules.items():
             by_scheme.setdefault(scheme, []).append(module)
         # One scheme for every linear is written as the class name, which every reader knows; fused readers (vLLM)
         # match lists of exact names for mixed schemes.
-        # Groups before channels: transformers decodes every asymmetric linear by the first entry, which must know groups.
+        # Groups before channels: transformers decodes every asymmetric linear by the first entry, which must know
+        # groups.
         ordered = sorted(by_scheme.items(), key=lambda entry: (entry[0].group_size is None, -len(entry[1])))
-        single = len(by_scheme) == 1 and not layout.outside  # head and embeddings are no class 'Linear' to vLLM
+        single = len(by_scheme) == 1 and not layout.head_embeddings  # head and embeddings are no class 'Linear' to vLLM
         groups = {
             f"group_{i}": {
                 "targets": ["Linear"] if single else modules,
@@ -180,11 +184,11 @@ class CompressedTensors:
         return found
 
     @staticmethod
-    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme:
+    def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
         return _scheme_of(module, infos, config)
 
     @staticmethod
-    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+    def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
         if "weight" not in infos:
             return None
         out_features, in_features = infos["weight"].shape
@@ -195,17 +199,18 @@ class CompressedTensors:
         return CompressedTensors.decode(parts, _scheme_of(module, parts, config))
 
 
-def _dense_in_transformers(layout: Layout) -> bool:
+def _dense_in_transformers(layout: CheckpointLayout) -> bool:
     """Whether the config asks transformers for dense weights at load (a key that vLLM and SGLang do not look at).
 
-    compressed-tensors 0.20 sizes packed zero points wrongly on the meta device, so transformers' compressed loading refuses
-    asymmetric models, and it cannot run a compressed embedding. Dense loading does both, but decodes every module with
-    the first group's bits and symmetry (transformers 5.23 integrations/compressed_tensors.py, get_dense_scheme; group
-    sizes come from the shapes): a model that mixes those would load silently wrong. Without the key it is refused.
+    compressed-tensors 0.20 sizes packed zero points wrongly on the meta device, so transformers' compressed loading
+    refuses asymmetric models, and it cannot run a compressed embedding. Dense loading does both, but decodes every
+    module with the first group's bits and symmetry (transformers 5.23 integrations/compressed_tensors.py,
+    get_dense_scheme; group sizes come from the shapes): a model that mixes those would load silently wrong. Without the
+    key it is refused.
     """
     schemes = set(layout.modules.values())
     one = len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in schemes}) == 1
-    return one and (bool(layout.outside) or not all(scheme.symmetric for scheme in schemes))
+    return one and (bool(layout.head_embeddings) or not all(scheme.symmetric for scheme in schemes))
 
 
 # What vLLM's _is_dynamic_token_w8a8 asks for; llm-compressor's W8A8 recipe writes the same.
@@ -228,7 +233,7 @@ def _form(scheme: Scheme) -> str:
 
 
 def _decode_plain(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
-    """``int-quantized``: signed bytes, one scale per row (or per group)."""
+    """Decode ``int-quantized``: signed bytes, one scale per row (or per group)."""
     weight, scales = parts["weight"], parts["weight_scale"]
     if weight.dtype != torch.int8:
         raise CheckpointError(f"weight is {weight.dtype}; '{INT}' holds int8.")
@@ -239,7 +244,7 @@ def _decode_plain(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
 
 
 def _activations(module: str, group: Mapping[str, Any]) -> str | None:
-    """``int8`` or None for what a config group says of inputs. Raises CheckpointError for anything else."""
+    """Read what a config group says of inputs: ``int8`` or None. Raises CheckpointError for anything else."""
     stored = group.get("input_activations")
     if not stored:
         return None
@@ -268,7 +273,7 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _scheme_of(module: str, parts: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme:
+def _scheme_of(module: str, parts: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
     """The scheme of a module: the config group whose target matches, exact names before patterns before classes."""
     ranked = sorted(
         (rank, weights)

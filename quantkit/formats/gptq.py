@@ -10,8 +10,8 @@ Per linear ``X`` (out_features N, in_features K, bits b, groups G = ceil(K / g))
     w[n, k] = (code[k, n] - zero[g_idx[k], n]) * scale[g_idx[k], n]
 
 Readers: gptqmodel/nn_modules/qlinear/__init__.py (pack_original), gptqmodel/utils/model.py (v1 <-> v2), vLLM
-vllm/model_executor/layers/quantization/auto_gptq.py (TYPE_MAP: 4 and 8 bits symmetric; create_weights: the shapes above),
-SGLang srt/layers/quantization/gptq/gptq.py. What each loads: docs/formats/gptq.md.
+vllm/model_executor/layers/quantization/auto_gptq.py (TYPE_MAP: 4 and 8 bits symmetric; create_weights: the shapes
+above), SGLang srt/layers/quantization/gptq/gptq.py. What each loads: docs/formats/gptq.md.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
-from quantkit.formats import Layout, Stored
 from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, weights_only, zeros_that_fit
 from quantkit.formats.gptq_rules import dynamic_rules, override_for
+from quantkit.formats.interface import CheckpointLayout, TensorHeader
 
 BITS = (2, 3, 4, 8)
 LOCAL = ("qweight", "qzeros", "scales")
@@ -43,7 +43,7 @@ class GPTQ:
     name = "gptq"
     summary = "2, 3, 4, 8 bits; 4 and 8 bits symmetric load in vLLM, SGLang, transformers, lmdeploy (4)"
     stem = "model"
-    outside: tuple[str, ...] = ("head",)
+    head_embeddings: tuple[str, ...] = ("head",)
     uniform_groups = False
     holds_cache_scales = False
 
@@ -54,7 +54,10 @@ class GPTQ:
         if scheme.bits not in BITS:
             return f"{scheme.bits} bits: gptq files hold 2, 3, 4 or 8. Use --bits 4 or 8, or --format native."
         if scheme.scale_dtype != "float16":
-            return f"scales in {scheme.scale_dtype}: gptq files hold float16. Use --scale-dtype float16, or --format native."
+            return (
+                f"scales in {scheme.scale_dtype}: gptq files hold float16. Use --scale-dtype float16, or --format"
+                " native."
+            )
         unit = 32 // math.gcd(32, scheme.bits)
         for what, count in (("inputs", in_features), ("outputs", out_features)):
             if count % unit:
@@ -68,9 +71,12 @@ class GPTQ:
         return dividing_group_size(scheme, in_features)
 
     @staticmethod
-    def cannot_say(layout: Layout) -> str | None:
+    def cannot_say(layout: CheckpointLayout) -> str | None:
         if len({scheme.symmetric for scheme in layout.modules.values()}) > 1:
-            return "symmetric and asymmetric layers: one gptq model is v1 or v2. Use --format compressed-tensors or native."
+            return (
+                "symmetric and asymmetric layers: one gptq model is v1 or v2. Use --format compressed-tensors or"
+                " native."
+            )
         return None
 
     @staticmethod
@@ -81,7 +87,10 @@ class GPTQ:
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
-        """Raises CheckpointError for a zero point of 2**bits, which has no field."""
+        """Encode into qweight, qzeros, scales and g_idx.
+
+        Raises CheckpointError for a zero point of 2**bits, which has no field.
+        """
         out_features, in_features = q.shape
         bits, groups = q.scheme.bits, q.scheme.groups(in_features)
         if q.zeros is None:
@@ -103,7 +112,7 @@ class GPTQ:
         return q
 
     @staticmethod
-    def config(layout: Layout, version: str) -> dict[str, Any]:
+    def config(layout: CheckpointLayout, version: str) -> dict[str, Any]:
         schemes = Counter(layout.modules.values())
         base = schemes.most_common(1)[0][0]
         form = V1 if all(scheme.symmetric for scheme in schemes) else V2
@@ -113,7 +122,7 @@ class GPTQ:
             "group_size": _written_size(base),
             "desc_act": False,
             "sym": base.symmetric,
-            "lm_head": bool(layout.outside),
+            "lm_head": bool(layout.head_embeddings),
             "format": form,
             "checkpoint_format": form,
             "pack_dtype": "int32",
@@ -130,7 +139,8 @@ class GPTQ:
         form = _stored_form(config)
         if form not in (V1, V2):
             raise CheckpointError(
-                f"gptq checkpoint_format {form!r} is not read; quantkit reads 'gptq' and 'gptq_v2'. Most models also exist as one of those."
+                f"gptq checkpoint_format {form!r} is not read; quantkit reads 'gptq' and 'gptq_v2'. Most models also"
+                " exist as one of those."
             )
         stored = set(names)
         found = {}
@@ -141,8 +151,11 @@ class GPTQ:
         return found
 
     @staticmethod
-    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme:
-        """Raises CheckpointError for a module that the config calls dense, and for bits that are not read."""
+    def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
+        """Read a module's scheme.
+
+        Raises CheckpointError for a module that the config calls dense, and for bits that are not read.
+        """
         rule = override_for(module, config.get("dynamic"))
         if rule is False:
             raise CheckpointError("stored quantized, but a rule of the config's 'dynamic' says it is not.")
@@ -154,7 +167,7 @@ class GPTQ:
         return Scheme(bits, None if size == -1 else size, _symmetric(wanted), scale_dtype_name(infos["scales"].dtype))
 
     @staticmethod
-    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+    def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
         words, out_features = infos["qweight"].shape
         return out_features, words * 32 // bits
 
@@ -225,8 +238,8 @@ def _zeros(fields: Tensor, scheme: Scheme, v1: bool) -> Tensor:
     largest = scheme.levels - 1
     if bool((fields == largest).any()):
         warnings.warn(
-            f"this gptq v1 model stores zero fields of {largest}, which readers take for 0 or for {largest + 1}: read as 0, "
-            "as AutoGPTQ's and ExLlama's kernels do.",
+            f"this gptq v1 model stores zero fields of {largest}, which readers take for 0 or for {largest + 1}: read"
+            " as 0, as AutoGPTQ's and ExLlama's kernels do.",
             QuantkitWarning,
             stacklevel=4,
         )
@@ -249,6 +262,6 @@ ACT_ORDER = "gptq act-order"
 
 
 def decode_act_order(raw: dict[str, Tensor]) -> Tensor:
-    """``(code - zero[g_idx]) * scale[g_idx]`` in float32 ``[out, in]``."""
+    """Compute ``(code - zero[g_idx]) * scale[g_idx]`` in float32 ``[out, in]``."""
     index = raw["g_idx"]
     return (raw["codes"].float() - raw["zeros"].float()[:, index]) * raw["scales"].float()[:, index]

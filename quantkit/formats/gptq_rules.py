@@ -1,8 +1,9 @@
-"""``dynamic``: GPTQModel's ordered map from a pattern to what is different for the modules it matches.
+"""Read and write ``dynamic``: GPTQModel's ordered map from a pattern to what differs for the modules it matches.
 
-``"-:PATTERN": {}`` leaves modules at 16 bit, ``"+:PATTERN": {...}`` (or no prefix) overrides ``bits``, ``group_size``, ``sym``;
-the first match wins. Readers use ``re.match`` on the module's name: gptqmodel/quantization/config.py (dynamic_get), vLLM
-vllm/model_executor/layers/quantization/utils/gptq_utils.py (get_dynamic_override), SGLang the same code.
+``"-:PATTERN": {}`` leaves modules at 16 bit, ``"+:PATTERN": {...}`` (or no prefix) overrides ``bits``, ``group_size``,
+``sym``; the first match wins. Readers use ``re.match`` on the module's name: gptqmodel/quantization/config.py
+(dynamic_get), vLLM vllm/model_executor/layers/quantization/utils/gptq_utils.py (get_dynamic_override), SGLang the same
+code.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from quantkit.core.scheme import Scheme
-from quantkit.formats import Layout
+from quantkit.formats.interface import CheckpointLayout
 
 # vLLM and SGLang ask for the name of the fused layer, which no file stores.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def dynamic_rules(layout: Layout, base: Scheme) -> dict[str, dict[str, Any]]:
-    """Rules for what is not quantized as ``base``. A dense lm_head needs none: ``lm_head: false`` says it."""
+def dynamic_rules(layout: CheckpointLayout, base: Scheme) -> dict[str, dict[str, Any]]:
+    """List the rules for what is not quantized as ``base``. A dense lm_head needs none: ``lm_head: false`` says it."""
     rules: dict[str, dict[str, Any]] = {}
     dense = [name for name in layout.dense if name != "lm_head"]
     if dense:
@@ -37,7 +38,7 @@ def dynamic_rules(layout: Layout, base: Scheme) -> dict[str, dict[str, Any]]:
 
 
 def override_for(module: str, dynamic: Mapping[str, Any] | None) -> dict[str, Any] | Literal[False] | None:
-    """The overrides of a module: None without a rule, False if it is left at 16 bit."""
+    """Return the overrides of a module: None without a rule, False if it is left at 16 bit."""
     for rule, values in (dynamic or {}).items():
         if rule.startswith("-:"):
             if re.match(rule[2:], module):
@@ -48,7 +49,7 @@ def override_for(module: str, dynamic: Mapping[str, Any] | None) -> dict[str, An
 
 
 def pattern(names: Collection[str]) -> str:
-    """A regular expression that matches exactly these names, and the fused names whose parts are all among them.
+    """Build a regular expression that matches exactly these names, and fused names whose parts are all among them.
 
     >>> pattern(["layers.0.up", "layers.1.up"])
     '^layers\\\\.(?:0|1)\\\\.up$'

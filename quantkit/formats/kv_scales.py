@@ -1,6 +1,7 @@
-"""quantkit_kv.safetensors: how a model's KV cache is kept, beside the weights of any format. Other engines ignore the file.
+"""Read and write quantkit_kv.safetensors: how a model's KV cache is kept, beside the weights of any format.
 
-The metadata entry ``quantkit_kv`` is JSON; a scheme holds the fields of ``core.kvscheme.KVScheme``::
+Other engines ignore the file. The metadata entry ``quantkit_kv`` is JSON; a scheme holds the fields of
+``core.kvscheme.KVScheme``::
 
     {"version": 2,
      "scheme": {"keys": 4, "values": 4, "scales": "online", "group_size": 64, "recent": 64, "first": 4},
@@ -8,8 +9,8 @@ The metadata entry ``quantkit_kv`` is JSON; a scheme holds the fields of ``core.
      "static": ["model.layers.0.self_attn", ...]}
 
 Each module under ``static`` has the tensors ``<module>.k_scale``, ``.k_low``, ``.v_scale``, ``.v_low``, float32
-``[kv_heads, head_dim]``: calibrated for the bits of that module, whichever scales the scheme uses. A scale that is missing is an error,
-never a silent 1.
+``[kv_heads, head_dim]``: calibrated for the bits of that module, whichever scales the scheme uses. A scale that is
+missing is an error, never a silent 1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _AGAIN = "Convert again with --kv-bits."
 
 
 def write_kv_plan(folder: Path, plan: KVPlan) -> Path:
-    """Write the file into a checkpoint folder and return its path. Raises CheckpointError for a layer without the scales it needs."""
+    """Write the file into a checkpoint folder and return its path.
+
+    Raises CheckpointError for a layer without the scales it needs.
+    """
     from safetensors.torch import save_file
 
     path = folder / FILE_NAME
@@ -54,9 +58,10 @@ def write_kv_plan(folder: Path, plan: KVPlan) -> Path:
 
 
 def read_kv_plan(folder: Path) -> KVPlan | None:
-    """What a checkpoint folder says of its cache, or None if it says nothing.
+    """Read what a checkpoint folder says of its KV cache; None if it says nothing.
 
-    Raises CheckpointError for a damaged file, one of another version, a layer without one of its scales, or scales that no layer claims.
+    Raises CheckpointError for a damaged file, one of another version, a layer without one of its scales, or scales that
+    no layer claims.
     """
     path = folder / FILE_NAME
     if not path.exists():
@@ -80,7 +85,7 @@ def read_kv_plan(folder: Path) -> KVPlan | None:
 
 
 def _complete(path: Path, plan: KVPlan) -> None:
-    """Scales that a scheme reads are there: of each named layer, or of any where none is named."""
+    """Check that scales that a scheme reads are there: of each named layer, or of any where none is named."""
     for name, scheme in plan.layers.items():
         if scheme.quantized and scheme.scales != "online" and name not in plan.static:
             raise CheckpointError(f"{path}: lacks the {scheme.scales} scales of {name!r}. {_AGAIN}")

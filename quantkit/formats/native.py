@@ -8,7 +8,10 @@ Per linear ``X`` (out_features N, in_features K, groups G = ceil(K / group_size)
                                                    bits' = bits + 1 for bits < 8 where a zero may be 2**bits, else 8
     X.shape     int64   [2]                        [N, K]
 
-``config.json`` gets ``quantization_config = {"quant_method": "quantkit", "format_version": 1, "modules": {name: scheme}}``.
+``config.json`` gets::
+
+    quantization_config = {"quant_method": "quantkit", "format_version": 1, "modules": {name: scheme}}
+
 The layout is drawn in docs/formats/native.md.
 """
 
@@ -24,7 +27,7 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats import Layout, Stored
+from quantkit.formats.interface import CheckpointLayout, TensorHeader
 
 VERSION = 1
 
@@ -33,7 +36,7 @@ class Native:
     name = "native"
     summary = "quantkit's own: 2 to 8 bits, any group size, short last groups"
     stem = "quantkit"
-    outside: tuple[str, ...] = ("head", "embedding", "tied")
+    head_embeddings: tuple[str, ...] = ("head", "embedding", "tied")
     uniform_groups = False
     holds_cache_scales = False
 
@@ -46,7 +49,7 @@ class Native:
         return scheme.group_size
 
     @staticmethod
-    def cannot_say(layout: Layout) -> str | None:
+    def cannot_say(layout: CheckpointLayout) -> str | None:
         return None
 
     @staticmethod
@@ -71,7 +74,8 @@ class Native:
         out_features, in_features = (int(n) for n in parts["shape"])
         if tuple(parts["qweight"].shape) != (out_features, packed_width(in_features, scheme.bits)):
             raise CheckpointError(
-                f"qweight {list(parts['qweight'].shape)} does not hold {scheme.bits}-bit codes of {[out_features, in_features]}"
+                f"qweight {list(parts['qweight'].shape)} does not hold {scheme.bits}-bit codes of"
+                f" {[out_features, in_features]}"
             )
         zeros = None
         if not scheme.symmetric:
@@ -79,7 +83,7 @@ class Native:
         return QuantTensor(unpack_rows(parts["qweight"], scheme.bits, in_features), parts["scales"], zeros, scheme)
 
     @staticmethod
-    def config(layout: Layout, version: str) -> dict[str, Any]:
+    def config(layout: CheckpointLayout, version: str) -> dict[str, Any]:
         return {
             "quant_method": "quantkit",
             "format_version": VERSION,
@@ -95,7 +99,8 @@ class Native:
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         if config.get("format_version") != VERSION:
             raise CheckpointError(
-                f"native format version {config.get('format_version')}; this quantkit reads version {VERSION}. Upgrade quantkit."
+                f"native format version {config.get('format_version')}; this quantkit reads version {VERSION}. Upgrade"
+                " quantkit."
             )
         found = {}
         for module, scheme in config["modules"].items():
@@ -104,11 +109,11 @@ class Native:
         return found
 
     @staticmethod
-    def scheme(module: str, infos: Mapping[str, Stored], config: Mapping[str, Any]) -> Scheme:
+    def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
         return Scheme.from_json(config["modules"][module])
 
     @staticmethod
-    def shape(infos: Mapping[str, Stored], bits: int) -> tuple[int, int] | None:
+    def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
         return None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""QuantizedReader: a checkpoint seen as quantized modules plus plain tensors, whatever its format."""
+"""See a checkpoint as quantized modules plus plain tensors, whatever its format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats import Reader, Stored, reader_format
+from quantkit.formats import reader_format
+from quantkit.formats.interface import Reader, TensorHeader
 
 CACHE_SCALES = (".k_scale", ".v_scale")
 
@@ -24,14 +25,14 @@ class Readable(Protocol):
     path: Path
 
     def names(self) -> list[str]: ...
-    def info(self, name: str) -> Stored: ...
+    def info(self, name: str) -> TensorHeader: ...
     def read(self, name: str) -> Tensor: ...
     def quantization(self) -> dict[str, Any] | None: ...
 
 
 @contextlib.contextmanager
 def _damaged(where: str) -> Iterator[None]:
-    """Whatever a codec stumbles over in a file or a config is the file's fault; the message says where."""
+    """Blame whatever a codec stumbles over on the file or its config; the message says where."""
     try:
         yield
     except (CheckpointError, RequestError) as error:
@@ -71,7 +72,7 @@ class QuantizedReader:
         return None if self._format is None else self._format.name
 
     def scheme(self, name: str) -> Scheme | str:
-        """How one module is quantized, from headers alone: a scheme, or the name of another number format.
+        """Read one module's scheme from headers alone, or return the name of another number format.
 
         Raises CheckpointError, naming the module, if config and tensors do not fit.
         """
@@ -82,7 +83,7 @@ class QuantizedReader:
             return self._format.scheme(name, infos, self.config)
 
     def shape(self, name: str) -> tuple[int, int]:
-        """``(out_features, in_features)`` of a module with a scheme; its codes are not read. Raises CheckpointError."""
+        """Read ``(out_features, in_features)`` of a module with a scheme, without its codes. Raises CheckpointError."""
         scheme = self.scheme(name)
         assert self._format is not None
         assert isinstance(scheme, Scheme)
@@ -105,17 +106,20 @@ class QuantizedReader:
             return self._format.read_module(name, parts, self.config)
 
     def plain_names(self) -> list[str]:
-        """Tensors that are no part of a quantized module, and no scales of an fp8 cache."""
+        """List the tensors that are no part of a quantized module, and no scales of an fp8 cache."""
         packed = {f"{module}.{part}" for module, local in self.modules.items() for part in local}
         packed |= set(self.cache_names())
         return [name for name in self.source.names() if name not in packed]
 
     def cache_names(self) -> list[str]:
-        """The scales of an fp8 KV cache, if the config speaks of one: for other engines; quantkit_kv.safetensors has them too."""
+        """List the scales of an fp8 KV cache, if the config speaks of one.
+
+        They are for other engines; quantkit_kv.safetensors has them too.
+        """
         if not (self.config or {}).get("kv_cache_scheme"):
             return []
         return [name for name in self.source.names() if name.endswith(CACHE_SCALES)]
 
     def read(self, name: str) -> Tensor:
-        """A plain tensor."""
+        """Read a plain tensor."""
         return self.source.read(name)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.model.folds import FoldSearch, find_folds, shared_modules
 from quantkit.model.skeleton import Blocks, find_blocks
-from quantkit.model.stepper import Call, input_groups, record, run_block, run_tail
+from quantkit.model.stepper import BlockArguments, input_groups, record, run_block, run_tail
 from quantkit.model.twin import VOCAB, small_twin
 
 TOKENS = (2, 24)  # batch, length: longer than the twin's sliding window, enough to reach most experts
@@ -19,7 +19,7 @@ TOKENS = (2, 24)  # batch, length: longer than the twin's sliding window, enough
 
 @dataclass
 class BlockKind:
-    """What was found in blocks that are alike: their indices in the twin, input groups, folds."""
+    """Blocks that are alike: their indices in the twin, input groups, folds."""
 
     blocks: list[int]
     module: str
@@ -29,7 +29,11 @@ class BlockKind:
 
 @dataclass
 class Check:
-    """stepping: largest relative difference between stepping and the model's own forward; 0 is bit for bit."""
+    """What the experiments on the twin showed.
+
+    exact: stepping and the model's own forward agree bit for bit.
+    difference: largest relative difference between the two.
+    """
 
     model_type: str
     parameters: int
@@ -50,7 +54,10 @@ class Check:
                     "module": kind.module,
                     "input_groups": [list(names) for names in kind.groups],
                     "folds": [
-                        {"producer": f.producer, "consumers": list(f.consumers), "channels": f.channels, "offset": f.offset}
+                        {
+                            "producer": f.producer, "consumers": list(f.consumers),
+                            "channels": f.channels, "offset": f.offset,
+                        }
                         for f in kind.folds.accepted
                     ],
                     "refused": [{"producer": r.producer, "reason": r.reason} for r in kind.folds.refused],
@@ -83,7 +90,7 @@ def check_model(config: Mapping[str, Any]) -> Check:
     return found
 
 
-def _add_block(found: Check, twin: nn.Module, blocks: Blocks, index: int, hidden: Tensor, call: Call) -> None:
+def _add_block(found: Check, twin: nn.Module, blocks: Blocks, index: int, hidden: Tensor, call: BlockArguments) -> None:
     block, prefix = blocks.modules[index], blocks.name(index)
     groups = input_groups(block, hidden, call)
     folds = find_folds(block, hidden, call, shared_modules(twin, prefix))

@@ -1,13 +1,14 @@
-"""Fused 3-D expert weights seen as ordinary linears: one ``nn.Linear`` per expert and projection.
+"""Unfuse 3-D expert weights: one ``nn.Linear`` per expert and projection.
 
-transformers 5 keeps the experts of a mixture in one module with a tensor per projection, ``gate_up_proj [E, 2I, H]`` and
-``down_proj [E, H, I]`` (gpt_oss transposed, interleaved and with biases), whatever the checkpoint stores. Statistics,
-quantizers and engines know experts one at a time. Nothing is believed here: how the tensors are laid out and which half is
-the gate is found on a shrunken copy of the module with random weights, and the module that takes its place must compute what
-the original computes. What does not fit is refused by name.
+transformers 5 keeps the experts of a mixture in one module with a tensor per projection, ``gate_up_proj [E, 2I, H]``
+and ``down_proj [E, H, I]`` (gpt_oss transposed, interleaved and with biases), whatever the checkpoint stores.
+Statistics, quantizers and engines know experts one at a time. Nothing is assumed: how the tensors are laid out and
+which half is the gate is found on a shrunken copy of the module with random weights, and the module that takes its
+place must compute what the original computes. What does not fit is refused by name.
 
-The router is what stands beside the experts in the module that holds them, and owns weights itself (``gate``, ``router``,
-``shared_expert_gate``): it decides discretely, costs next to nothing, and engines load it in 16 bit. It is not quantized.
+The router is what stands beside the experts in the module that holds them, and owns weights itself (``gate``,
+``router``, ``shared_expert_gate``): it decides discretely, costs next to nothing, and engines load it in 16 bit. It is
+not quantized.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INNER, PROBE_TOKENS, PROBE_TOP = 4, 16, 8, 12
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """How a fused module stores its experts.
 
-    transposed: ``[E, in, out]`` instead of ``[E, out, in]``. interleaved: outputs of ``gate_up_proj`` alternate gate, up
-    instead of all gates before all ups. bias: whether each projection has one (``gate_up_proj_bias [E, 2I]``).
+    transposed: ``[E, in, out]`` instead of ``[E, out, in]``.
+    interleaved: outputs of ``gate_up_proj`` alternate gate, up instead of all gates before all ups.
+    bias: whether each projection has one (``gate_up_proj_bias [E, 2I]``).
     """
 
     transposed: bool
@@ -42,15 +44,16 @@ class Layout:
     bias: bool
 
     def halves(self, size: int) -> dict[str, slice]:
-        """Where gate and up lie among the ``2I`` outputs."""
+        """Return where gate and up lie among the ``2I`` outputs."""
         if self.interleaved:
             return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
         return {"gate_proj": slice(0, size // 2), "up_proj": slice(size // 2, None)}
 
     def pick(self, fused: Tensor, local: str) -> Tensor:
-        """The part of one expert's entry of a fused tensor that a parameter (``gate_proj.weight``) is.
+        """Cut a parameter (``gate_proj.weight``) out of one expert's entry of a fused tensor.
 
-        fused: ``[2I, H]`` or ``[H, 2I]`` (weight), ``[2I]`` (bias). Returns ``[out, in]`` or ``[out]``, in memory of its own.
+        fused: ``[2I, H]`` or ``[H, 2I]`` (weight), ``[2I]`` (bias).
+        Returns ``[out, in]`` or ``[out]``, in memory of its own.
         """
         projection, _, kind = local.partition(".")
         value = fused.t() if kind == "weight" and self.transposed else fused
@@ -75,7 +78,7 @@ class Experts(nn.ModuleList):
     layout: how the fused tensors it stands for were laid out. The activation is the original module's own.
     """
 
-    def __init__(self, fused: nn.Module, layout: Layout) -> None:
+    def __init__(self, fused: nn.Module, layout: ExpertLayout) -> None:
         down: Any = fused.down_proj
         count, *sizes = down.shape
         inner, hidden = sizes if layout.transposed else reversed(sizes)
@@ -87,9 +90,10 @@ class Experts(nn.ModuleList):
         self.__dict__["gate"] = gate  # no submodule: it has nothing to load
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """hidden ``[tokens, H]``, chosen experts int64 ``[tokens, k]``, their weights ``[tokens, k]`` -> ``[tokens, H]``.
+        """Run the chosen experts; one that no token chose does not run.
 
-        An expert that no token chose does not run.
+        Arguments are hidden ``[tokens, H]``, chosen experts int64 ``[tokens, k]`` and their weights ``[tokens, k]``;
+        returns ``[tokens, H]``.
         """
         hidden, chosen, weights = self._arguments(args, kwargs)
         out = torch.zeros_like(hidden)
@@ -123,18 +127,18 @@ def _alternating(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """True for a module that owns weights of three dimensions: experts in one piece, whatever their class is called."""
+    """Tell whether a module owns weights of three dimensions: experts in one piece, whatever their class is called."""
     return any(p is not None and p.dim() == 3 for p in module._parameters.values())
 
 
 def is_routing(parent: nn.Module, child: nn.Module) -> bool:
-    """True for a router: a child with weights of its own, in the module that also holds the experts."""
+    """Tell whether a child is a router: it has weights of its own, in the module that also holds the experts."""
     beside = any(isinstance(m, Experts) or is_fused(m) for m in parent.children() if m is not child)
     return beside and not isinstance(child, Experts) and not is_fused(child) and "weight" in child._parameters
 
 
 def routers(model: nn.Module) -> set[str]:
-    """Names of the routers below a model or a block."""
+    """Name the routers below a model or a block."""
     return {
         f"{name}.{local}" if name else local
         for name, parent in model.named_modules()
@@ -144,14 +148,14 @@ def routers(model: nn.Module) -> set[str]:
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Experts]]:
-    """Unfused experts below a model or a block, by name."""
+    """Iterate over unfused experts below a model or a block, by name."""
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             yield name, module
 
 
 def expert_linears(block: nn.Module) -> dict[str, tuple[str, int]]:
-    """Linears of a block that belong to an expert: name -> (name of the experts' module, index of the expert)."""
+    """Map the linears of a block's experts: name -> (name of the experts' module, index of the expert)."""
     return {
         f"{name}.{index}.{projection}": (name, index)
         for name, experts in expert_modules(block)
@@ -161,7 +165,10 @@ def expert_linears(block: nn.Module) -> dict[str, tuple[str, int]]:
 
 
 def expert_groups(name: str, experts: Experts) -> list[tuple[str, ...]]:
-    """Linears of each expert that read one tensor, whether or not a token reaches it: gate and up share the routed state."""
+    """Group the linears of each expert that read one tensor, whether or not a token reaches it.
+
+    Gate and up share the routed state.
+    """
     groups: list[tuple[str, ...]] = []
     for index in range(len(experts)):
         groups += [(f"{name}.{index}.gate_proj", f"{name}.{index}.up_proj"), (f"{name}.{index}.down_proj",)]
@@ -173,7 +180,7 @@ def unfuse_experts(model: nn.Module) -> None:
 
     Raises UnsupportedModel, naming the module, for three-dimensional weights that are no experts of a known build.
     """
-    layouts: dict[tuple[type, tuple[int, ...]], Layout] = {}
+    layouts: dict[tuple[type, tuple[int, ...]], ExpertLayout] = {}
     for name, module in list(model.named_modules()):
         if not is_fused(module):
             continue
@@ -187,8 +194,8 @@ def unfuse_experts(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def find_layout(module: nn.Module, where: str) -> Layout:
-    """The layout of a fused module, by experiment on a shrunken copy. Raises UnsupportedModel naming ``where``."""
+def find_layout(module: nn.Module, where: str) -> ExpertLayout:
+    """Find the layout of a fused module by experiment on a shrunken copy. Raises UnsupportedModel naming ``where``."""
     bias = _checked_parameters(module, where)
     gate_up, down = (module.get_parameter(name) for name in FUSED)
     interleaved = _interleaved(module, where)
@@ -198,7 +205,7 @@ def find_layout(module: nn.Module, where: str) -> Layout:
         expected = (hidden, 2 * inner) if transposed else (2 * inner, hidden)
         if tuple(gate_up.shape[1:]) != expected:
             continue
-        layout = Layout(transposed, interleaved, bias)
+        layout = ExpertLayout(transposed, interleaved, bias)
         error = _difference(module, layout)
         if error <= TOLERANCE:
             return layout
@@ -214,8 +221,8 @@ def _checked_parameters(module: nn.Module, where: str) -> bool:
         names |= {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     if not hasattr(module, "_apply_gate") or not set(FUSED) <= names or names not in (set(FUSED), known):
         raise UnsupportedModel(
-            f"{where}: weights of three dimensions ({', '.join(sorted(names))}) that are no experts as quantkit knows them; convolutions and "
-            "state-space layers are not supported."
+            f"{where}: weights of three dimensions ({', '.join(sorted(names))}) that are no experts as quantkit knows"
+            " them; convolutions and state-space layers are not supported."
         )
     return names == known
 
@@ -223,7 +230,8 @@ def _checked_parameters(module: nn.Module, where: str) -> bool:
 def _interleaved(module: Any, where: str) -> bool:
     """Which outputs are gates: changing ``up`` changes the activation's result evenly, changing ``gate`` does not.
 
-    Raises UnsupportedModel if neither order shows that. A linear activation shows it for both: then the halves are equals.
+    Raises UnsupportedModel if neither order shows that. A linear activation shows it for both: then the halves are
+    equals.
     """
     generator = torch.Generator().manual_seed(0)
     gate, up, step = (torch.randn(1, PROBE_INNER, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -255,7 +263,7 @@ def _acts_per_channel(module: Any, join: Any) -> bool:
     return True
 
 
-def _difference(module: nn.Module, layout: Layout) -> float:
+def _difference(module: nn.Module, layout: ExpertLayout) -> float:
     """Relative difference between a shrunken random copy of a fused module and the linears made from it."""
     generator = torch.Generator().manual_seed(0)
     small = _shrunken(module, layout, generator)
@@ -268,7 +276,7 @@ def _difference(module: nn.Module, layout: Layout) -> float:
     return float((linears(x, chosen, weights) - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
-def _shrunken(module: Any, layout: Layout, generator: torch.Generator) -> Any:
+def _shrunken(module: Any, layout: ExpertLayout, generator: torch.Generator) -> Any:
     small = copy.copy(module)
     shapes = {"gate_up_proj": (2 * PROBE_INNER, PROBE_HIDDEN), "down_proj": (PROBE_HIDDEN, PROBE_INNER)}
     values: dict[str, nn.Parameter | None] = {}
@@ -299,7 +307,7 @@ def fill(linears: Experts, fused: nn.Module) -> None:
 
 
 def fused_name(local: str) -> str:
-    """The fused parameter that holds an expert's parameter: ``up_proj.bias`` -> ``gate_up_proj_bias``."""
+    """Name the fused parameter that holds an expert's parameter: ``up_proj.bias`` -> ``gate_up_proj_bias``."""
     projection, _, kind = local.partition(".")
     name = "down_proj" if projection == "down_proj" else "gate_up_proj"
     return name if kind == "weight" else BIASES[name]

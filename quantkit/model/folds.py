@@ -1,4 +1,4 @@
-"""Scaling folds inside one decoder block: proposed by structure, accepted by experiment. No file per model family.
+"""Find scaling folds inside one decoder block: proposed by structure, accepted by experiment. No file per model family.
 
 A fold divides the output channels of one module (a norm, or some rows of a linear) by positive factors s and multiplies
 the input columns of every linear that reads them by the same s. The block computes what it did before, but the weights
@@ -6,8 +6,8 @@ that are quantized have changed (Lin et al., arXiv 2306.00978, section 3.2; Xiao
 
 Who reads whom is found by running the block: a producer's output is divided by random factors, each reader whose input
 comes out divided by those factors is a consumer and gets the undisturbed input, and the block's output must then be
-undisturbed. Anything else that reads the producer (a residual, another norm, a softmax) changes the output: refused. What passes is
-then done to the parameters themselves, and the outputs are compared again.
+undisturbed. Anything else that reads the producer (a residual, another norm, a softmax) changes the output: refused.
+What passes is then done to the parameters themselves, and the outputs are compared again.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.model.patterns import by_pattern, pattern, renumber, short_names
-from quantkit.model.stepper import Call, run_block
+from quantkit.model.stepper import BlockArguments, run_block
 
 TOLERANCE = 1e-4  # relative difference of outputs in float32; blocks in float64 still hold float32 norms inside
 
 
 @dataclass(frozen=True)
 class Fold:
-    """One factor per channel. ``rows``: the producer's output channels that are divided, int64 ``[channels]``.
+    """One scaling fold: a producer, its channels and the linears that read them. One factor per channel.
 
-    consumers: module name -> the channel that each of its input columns carries, int64 ``[in_features]`` (query heads that
-    share a value head repeat its channels). offset: 1 where a norm multiplies by ``1 + weight``, else 0.
+    rows: the producer's output channels that are divided, int64 ``[channels]``.
+    consumers: module name -> the channel that each of its input columns carries, int64 ``[in_features]`` (query heads
+        that share a value head repeat its channels).
+    offset: 1 where a norm multiplies by ``1 + weight``, else 0.
     """
 
     producer: str
@@ -43,7 +45,7 @@ class Fold:
         return len(self.rows)
 
     def columns(self, consumer: str, factors: Tensor) -> Tensor:
-        """What each input column of a consumer is multiplied by: ``[in_features]``."""
+        """Return the factor of each input column of a consumer: ``[in_features]``."""
         return factors[self.consumers[consumer]]
 
     def describe(self) -> str:
@@ -68,14 +70,17 @@ class FoldSearch:
 
 @torch.no_grad()
 def apply_fold(block: nn.Module, fold: Fold, factors: Tensor) -> None:
-    """Divide the producer's channels by ``factors`` (float ``[channels]``, positive) and multiply the consumers' columns, in place."""
+    """Divide the producer's channels by ``factors`` and multiply the consumers' columns, in place.
+
+    factors: float ``[channels]``, positive.
+    """
     for name, value in scaled_parameters(block, fold, factors):
         block.get_parameter(name).copy_(value)
 
 
 @torch.no_grad()
 def scaled_parameters(block: nn.Module, fold: Fold, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What ``apply_fold`` makes of each parameter, by local name, one at a time; the block is left as it is."""
+    """Compute what ``apply_fold`` makes of each parameter, by local name, one at a time; the block is left as it is."""
     for name, param in block.get_submodule(fold.producer).named_parameters(recurse=False):
         s = factors.to(param.dtype).reshape(-1, *[1] * (param.dim() - 1))
         offset = fold.offset if name == "weight" else 0.0
@@ -88,11 +93,15 @@ def scaled_parameters(block: nn.Module, fold: Fold, factors: Tensor) -> Iterator
 
 
 @torch.no_grad()
-def find_folds(block: nn.Module, hidden: Tensor, call: Call, shared: Collection[str] = (), seed: int = 0) -> FoldSearch:
-    """All folds of a block, by experiment on one hidden state [batch, tokens, hidden]; the block is left as it was.
+def find_folds(
+    block: nn.Module, hidden: Tensor, call: BlockArguments, shared: Collection[str] = (), seed: int = 0
+) -> FoldSearch:
+    """Find all folds of a block by experiment on one hidden state [batch, tokens, hidden]; the block is left as it was.
 
-    The weights must be loaded. shared: modules of the block that other blocks use too; they are not scaled. Modules
-    that the state does not reach (experts) are treated like their namesakes that it does reach.
+    The weights must be loaded. Modules that the state does not reach (experts) are treated like their namesakes that it
+    does reach.
+
+    shared: modules of the block that other blocks use too; they are not scaled.
     """
     lab = _Laboratory(block, hidden, call, seed)
     search = FoldSearch()
@@ -107,7 +116,7 @@ def find_folds(block: nn.Module, hidden: Tensor, call: Call, shared: Collection[
 
 
 def shared_modules(model: nn.Module, prefix: str) -> set[str]:
-    """Modules below ``prefix`` (local names) that also stand in another place of the model."""
+    """Find modules below ``prefix`` (local names) that also stand in another place of the model."""
     places: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         places.setdefault(id(module), []).append(name)
@@ -123,7 +132,7 @@ def shared_modules(model: nn.Module, prefix: str) -> set[str]:
 class _Laboratory:
     """One block, one input, and the undisturbed run that experiments are compared with."""
 
-    def __init__(self, block: nn.Module, hidden: Tensor, call: Call, seed: int) -> None:
+    def __init__(self, block: nn.Module, hidden: Tensor, call: BlockArguments, seed: int) -> None:
         self.block, self.hidden, self.call = block, hidden, call
         self.device = hidden.device
         self.generator = torch.Generator().manual_seed(seed)
@@ -163,7 +172,7 @@ class _Laboratory:
         return post
 
     def examine(self, names: list[str]) -> tuple[list[Fold] | None, str]:
-        """Folds of like producers (the same linear of every expert), examined together; or why there are none."""
+        """Find the folds of like producers (the same linear of every expert) together; or why there are none."""
         first = names[0]
         norm = first not in self.readers
         if unknown := self._unknown():
@@ -210,8 +219,11 @@ class _Laboratory:
         return found
 
     def _row_choices(self, name: str) -> Iterator[Tensor]:
-        """Rows of a linear that one of the readers after it might read: all, one half of a fused pair, the values of a
-        fused query-key-value projection (at the end, or at the end of each head's or group's rows)."""
+        """Rows of a linear that one of the readers after it might read.
+
+        All, one half of a fused pair, the values of a fused query-key-value projection (at the end, or at the end of
+        each head's or group's rows).
+        """
         rows = self.width[name]
         later = self.order[self.order.index(name) + 1 :]
         done: set[tuple[int, ...]] = set()
@@ -290,8 +302,11 @@ class _Laboratory:
         return grown
 
     def _with_scaled_parameters(self, folds: list[Fold]) -> float:
-        """How much the output changes when the folds are done to the parameters, with random powers of two: they are
-        exact in floating point, so that undoing them gives the block back bit for bit."""
+        """How much the output changes when the folds are done to the parameters.
+
+        The factors are random powers of two: they are exact in floating point, so that undoing them gives the block
+        back bit for bit.
+        """
         norms = {f.producer for f in folds if f.producer not in self.readers}
         saved = [(p, p.clone()) for name in norms for p in self.block.get_submodule(name).parameters(recurse=False)]
         factors = [self._factors(fold.channels, powers=True) for fold in folds]

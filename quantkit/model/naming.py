@@ -1,4 +1,4 @@
-"""Which parameters of a skeleton a stored tensor is, and under which name a parameter is written.
+"""Map stored tensors to a skeleton's parameters, and parameters to the names they are written under.
 
 transformers renames tensors while it loads (mixtral's ``block_sparse_moe.experts.0.w1`` is one of the experts of
 ``mlp.experts.gate_up_proj``). Its own mapping says how; here it is read in both directions, expert by expert.
@@ -40,7 +40,7 @@ class Naming:
         self.renamings, self.rules = _mapping(model)
 
     def places(self, stored: str) -> list[Place]:
-        """The parameters that a stored tensor holds: none, one, or all experts' parts of a fused one."""
+        """List the parameters that a stored tensor holds: none, one, or all experts' parts of a fused one."""
         for key in (stored, f"{self.prefix}.{stored}", stored.removeprefix(f"{self.prefix}.")):
             found = self._places(key)
             if found:
@@ -48,7 +48,7 @@ class Naming:
         return []
 
     def module(self, stored: str) -> str | None:
-        """The module that a stored (quantized) module belongs to: the owner of the weight it would have."""
+        """Return the module that a stored (quantized) module belongs to: the owner of the weight it would have."""
         found = self.places(f"{stored}.weight")
         return found[0].parameter.removesuffix(".weight") if len(found) == 1 and found[0].index is None else None
 
@@ -82,7 +82,10 @@ class Naming:
         return [Place(full, index) for index, full, tail in each if fused_name(tail) == local]
 
     def written(self, parameter: str) -> str:
-        """The name that checkpoints of this family give a parameter; its own where transformers does not rename it."""
+        """Return the name that checkpoints of this family give a parameter.
+
+        That is its own name where transformers does not rename it.
+        """
         for name in (*self._as_one_expert(parameter), parameter):
             for candidate in self._unrenamed(name):
                 if self.places(candidate) == [Place(parameter)]:
@@ -112,8 +115,10 @@ class Naming:
 
 
 def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert]]:
-    """transformers' renamings for a model, and its rules that gather experts. Other rules are left out: what they would
-    convert has no place here, and is refused by name."""
+    """transformers' renamings for a model, and its rules that gather experts.
+
+    Other rules are left out: what they would convert has no place here, and is refused by name.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 

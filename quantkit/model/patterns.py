@@ -1,4 +1,4 @@
-"""Module names with their places in lists left out: what the experts of a layer, or the layers of a model, have in common."""
+"""Match module names with list indices left out: what a layer's experts, or a model's layers, have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")  # a place in a list of modules
 
 
 def pattern(name: str) -> str:
-    """
+    """Replace list indices in a module name by ``*``.
+
     >>> pattern("mlp.experts.3.up_proj")
     'mlp.experts.*.up_proj'
     """
@@ -17,13 +18,13 @@ def pattern(name: str) -> str:
 
 
 def renumber(name: str, like: str) -> str:
-    """``name`` with the places that ``like`` has."""
+    """Give ``name`` the list indices that ``like`` has."""
     numbers = iter(_INDEX.findall(like))
     return _INDEX.sub(lambda match: str(next(numbers, match.group())), name)
 
 
 def by_pattern(names: Collection[str]) -> dict[str, list[str]]:
-    """Names that differ only in their places, together."""
+    """Group names that differ only in their list indices."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(pattern(name), []).append(name)
@@ -31,5 +32,5 @@ def by_pattern(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Module names with list positions as ``*``, each once: ``mlp.experts.*.up_proj``."""
+    """Write module names with list indices as ``*``, each once: ``mlp.experts.*.up_proj``."""
     return list(dict.fromkeys(pattern(name) for name in names))

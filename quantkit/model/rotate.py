@@ -1,13 +1,15 @@
-"""Rotate a model's weights: the same function, and no channel of the residual stream or of the values larger than others.
+"""Rotate a model's weights: the same function, without outlier channels in the residual stream or the values.
 
-QuaRot (arXiv 2404.00456), R1 and R2 of SpinQuant (2405.16406), without what they rotate at run time. Norm gains go into the linears that read
-the norm; the residual stream is multiplied by an orthogonal matrix Q (embeddings, inputs of q, k, v, gate, up and head, outputs of o and
-down), each head's values by another (outputs of v, inputs of o). A norm without gain commutes with a rotation, so the function stays. down's
-inputs stay as they are: an elementwise product makes them. A head that is tied to the embeddings becomes a matrix of its own, since the last
-norm's gain goes into it alone: vocabulary x width numbers more.
+QuaRot (arXiv 2404.00456), R1 and R2 of SpinQuant (2405.16406), without what they rotate at run time. Norm gains go into
+the linears that read the norm; the residual stream is multiplied by an orthogonal matrix Q (embeddings, inputs of q, k,
+v, gate, up and head, outputs of o and down), each head's values by another (outputs of v, inputs of o). A norm without
+gain commutes with a rotation, so the function stays. down's inputs stay as they are: an elementwise product makes them.
+A head that is tied to the embeddings becomes a matrix of its own, since the last norm's gain goes into it alone:
+vocabulary x width numbers more.
 
-Q is a Hadamard matrix of the stream's whole width with random signs; 576 = 16 (Sylvester's) x 36 (Paley's). Its entries are all +-1/24, so each
-channel is spread over all others alike; blocks of 64 beside an orthogonal 9 x 9 would spread it as unevenly as the 9 x 9's entries are.
+Q is a Hadamard matrix of the stream's whole width with random signs; 576 = 16 (Sylvester's) x 36 (Paley's). Its entries
+are all +-1/24, so each channel is spread over all others alike; blocks of 64 beside an orthogonal 9 x 9 would spread it
+as unevenly as the 9 x 9's entries are.
 """
 
 from __future__ import annotations
@@ -25,11 +27,8 @@ from quantkit.checkpoint.source import Source, TensorInfo
 from quantkit.errors import NumericsError, UnsupportedModel
 from quantkit.model.skeleton import build_skeleton
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen3",
-)  # an RMSNorm before attention, one before the MLP; no other but q's and k's per head
+# an RMSNorm before attention, one before the MLP; no other but q's and k's per head
+FAMILIES = ("llama", "mistral", "qwen3")
 SANDWICHED = ("gemma2", "gemma3", "gemma3_text", "olmo2", "olmo3", "glm4")  # norms after attention and MLP
 HEAD_WISE = r"\.(q|k)_norm\.weight|\.(q|k)_proj\.bias"  # outputs of q and k: not rotated, their positions are
 KNOWN = re.compile(
@@ -47,9 +46,9 @@ MINUS = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
 
 
 def hadamard(size: int) -> list[Tensor]:
-    """Float64 matrices of +-1 whose Kronecker product is a Hadamard matrix of that order: Sylvester's, then Paley's smallest that fits.
+    """Build float64 matrices of +-1 whose Kronecker product is a Hadamard matrix of that order.
 
-    Raises UnsupportedModel where these give none.
+    Sylvester's, then Paley's smallest that fits. Raises UnsupportedModel where these give none.
     """
     order = size // (size & -size)
     while order <= size:
@@ -65,12 +64,16 @@ def hadamard(size: int) -> list[Tensor]:
             return found
         order *= 2
     raise UnsupportedModel(
-        f"width {size}: Paley's and Sylvester's constructions give no Hadamard matrix of that order, so this model cannot be rotated."
+        f"width {size}: Paley's and Sylvester's constructions give no Hadamard matrix of that order, so this model"
+        " cannot be rotated."
     )
 
 
 def paley(order: int) -> Tensor | None:
-    """A Hadamard matrix (entries +-1) of order q + 1 for a prime q = 3 mod 4, or 2 (q + 1) for q = 1 mod 4 (Paley 1933); or None."""
+    """Build a Hadamard matrix (entries +-1) by Paley's constructions (1933); None if neither gives that order.
+
+    They give order q + 1 for a prime q = 3 mod 4, and 2 (q + 1) for q = 1 mod 4.
+    """
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     for q, remainder in ((order - 1, 3), (order // 2 - 1, 1)):
@@ -90,7 +93,7 @@ def paley(order: int) -> Tensor | None:
 
 
 def turn(x: Tensor, factors: list[Tensor]) -> Tensor:
-    """``x`` [..., n] times the orthonormal Kronecker product of the factors, without forming it."""
+    """Multiply ``x`` [..., n] by the orthonormal Kronecker product of the factors, without forming it."""
     lead = x.shape[:-1]
     y = x.reshape(*lead, *(f.shape[0] for f in factors))
     for f in factors:  # the axis in front becomes the last one: after all of them the order is the old one
@@ -105,13 +108,14 @@ def refuse(source: Source) -> None:
     kind = source.config.get("model_type")
     if kind in SANDWICHED:
         raise UnsupportedModel(
-            f"{source.path}: model type {kind} has norms after attention and MLP. Their gains act channel by channel on what is "
-            "added to the residual stream: no linear comes between, which could take them over, and they do not commute with a "
-            "rotation. Quantize it without one."
+            f"{source.path}: model type {kind} has norms after attention and MLP. Their gains act channel by channel on"
+            " what is added to the residual stream: no linear comes between, which could take them over, and they do"
+            " not commute with a rotation. Quantize it without one."
         )
     if kind not in FAMILIES:
         raise UnsupportedModel(
-            f"{source.path}: model type {kind} is none of {', '.join(FAMILIES)}, for which rotations are proved. Quantize it without one."
+            f"{source.path}: model type {kind} is none of {', '.join(FAMILIES)}, for which rotations are proved."
+            " Quantize it without one."
         )
     unknown = [name for name in source.names() if not KNOWN.fullmatch(name)]
     if unknown:
@@ -119,14 +123,16 @@ def refuse(source: Source) -> None:
             " (a bias has to be rotated with its linear's outputs; not done)" if unknown[0].endswith("bias") else ""
         )
         raise UnsupportedModel(
-            f"{source.path}: no rotation is known for {unknown[0]}{biases}; {len(unknown)} such tensors. Quantize it without one."
+            f"{source.path}: no rotation is known for {unknown[0]}{biases}; {len(unknown)} such tensors. Quantize it"
+            " without one."
         )
 
 
 class RotatedSource:
-    """A source whose tensors are those of the rotated model, one at a time: computed in float64, rounded to the dtype that is stored.
+    """A source whose tensors are those of the rotated model, one at a time.
 
-    Rounding moves a weight by at most 2**-11 (float16) or 2**-8 (bfloat16) of itself; 4 bits move it by a tenth.
+    They are computed in float64 and rounded to the dtype that is stored. Rounding moves a weight by at most 2**-11
+    (float16) or 2**-8 (bfloat16) of itself; 4 bits move it by a tenth.
     """
 
     def __init__(self, original: Source, seed: int = SIGNS) -> None:
@@ -175,7 +181,7 @@ class RotatedSource:
         return EMBEDDINGS if name == HEAD and self.untied else name
 
     def exact(self, name: str, dtype: torch.dtype = torch.float32, rows: Tensor | None = None) -> Tensor:
-        """One rotated tensor (or some rows of embeddings or head), computed in float64 and rounded once."""
+        """Compute one rotated tensor (or some rows of embeddings or head) in float64, rounded once."""
         tensor = self.original.read(self._stored(name))
         kind = name.split(".")[-2]
         if tensor.dim() == 1:
@@ -209,7 +215,7 @@ class RotatedSource:
 
 
 def norm_of(name: str) -> str | None:
-    """The norm that a linear reads; None for those that read none, and for what is no linear."""
+    """Name the norm that a linear reads; None for those that read none, and for what is no linear."""
     layer, _, kind = name.removesuffix(".weight").rpartition(".")
     if kind == "lm_head":
         return "model.norm.weight"
@@ -223,8 +229,9 @@ def norm_of(name: str) -> str | None:
 def prove(source: RotatedSource) -> float:
     """Run the first and the last block, with embeddings and head, of both models on a few tokens in float32.
 
-    Returns the largest change of a logit in standard deviations of the logits, before rounding to the stored dtype; raises NumericsError if it is
-    above LARGEST_DRIFT: then nothing may be written.
+    Returns the largest change of a logit in standard deviations of the logits, before rounding to the stored dtype.
+
+    Raises NumericsError if it is above LARGEST_DRIFT: then nothing may be written.
     """
     ids = torch.linspace(0, source.info(EMBEDDINGS).shape[0] - 1, TOKENS).long()
 
@@ -239,15 +246,15 @@ def prove(source: RotatedSource) -> float:
     drift = float((after - before).abs().max() / before.std())
     if not drift <= LARGEST_DRIFT:
         raise NumericsError(
-            f"{source.path}: its rotated weights do not compute what its own do (a logit changes by {drift:.2g} standard deviations in "
-            "two blocks). Quantize it without --rotate, and report this."
+            f"{source.path}: its rotated weights do not compute what its own do (a logit changes by {drift:.2g}"
+            " standard deviations in two blocks). Quantize it without --rotate, and report this."
         )
     return drift
 
 
 @torch.no_grad()
 def _logits(config: dict[str, Any], ids: Tensor, read: Callable[[str, Tensor | None], Tensor]) -> Tensor:
-    """Of a model cut to its first and last block and to the tokens ``ids``, each read once."""
+    """Logits of a model cut to its first and last block and to the tokens ``ids``, each read once."""
     last = int(config["num_hidden_layers"]) - 1
     blocks = sorted({0, last})
     cut = {**config, "num_hidden_layers": len(blocks), "vocab_size": len(ids), "pad_token_id": None}

@@ -1,6 +1,7 @@
-"""The model on the meta device: find its decoder blocks and their linears, load one module's weights at a time.
+"""Build the model on the meta device: find its decoder blocks and their linears, load one module's weights at a time.
 
-Structure is found, not listed: decoder blocks are the ModuleList that holds most parameters. There is no file per family.
+Structure is found, not listed: decoder blocks are the ModuleList that holds most parameters. There is no file per
+family.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quantkit.checkpoint.names import Stored, match_names
+from quantkit.checkpoint.names import TensorRef, match_names
 from quantkit.checkpoint.source import Source, finite
 from quantkit.errors import SourceError, UnsupportedModel
 from quantkit.model.experts import Experts, is_fused, routers, unfuse_experts
@@ -44,9 +45,13 @@ NOT_STRUCTURE = (
 
 
 def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, *, unfuse: bool = True) -> nn.Module:
-    """The transformers model of a config, parameters on the meta device, buffers (rotary tables, scales) real, eval mode.
+    """Build the transformers model of a config, parameters on the meta device, in eval mode.
 
-    unfuse: experts become one linear per expert and projection (``model/experts.py``). Raises UnsupportedModel for a model type that transformers does not know or that is no causal language model.
+    Buffers (rotary tables, scales) are real.
+
+    unfuse: experts become one linear per expert and projection (``model/experts.py``).
+
+    Raises UnsupportedModel for a model type that transformers does not know or that is no causal language model.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -93,8 +98,10 @@ def _first_sentence(error: Exception) -> str:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """What is large is made on meta at once: it becomes a parameter, and one layer's fused experts alone may be larger than the
-    memory. What is small may be a buffer that holds something, and stays real."""
+    """Make large tensors on meta at once: they become parameters, and one layer's experts alone may exceed the memory.
+
+    What is small may be a buffer that holds something, and stays real.
+    """
 
     # elements from which on; a buffer may be filled after torch.empty too, but not one of this size
     LIMITS: ClassVar[dict[Any, int]] = {torch.empty: 1 << 16, torch.zeros: 1 << 24, torch.ones: 1 << 24}
@@ -127,7 +134,10 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """The ModuleList that holds most parameters. Raises UnsupportedModel if there is none, or its blocks hold no linears."""
+    """Find the ModuleList that holds most parameters.
+
+    Raises UnsupportedModel if there is none, or its blocks hold no linears.
+    """
     best: tuple[int, str, nn.ModuleList] | None = None
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
@@ -141,7 +151,8 @@ def find_blocks(model: nn.Module) -> Blocks:
     for index, block in enumerate(blocks.modules):
         if not block_linears(block):
             raise UnsupportedModel(
-                f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no nn.Linear to quantize (its matrices may be of another kind, as GPT-2's Conv1D); not supported."
+                f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no nn.Linear to quantize (its matrices"
+                " may be of another kind, as GPT-2's Conv1D); not supported."
             )
         odd = _odd_weights(block)
         if odd:
@@ -152,7 +163,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 
 def _odd_weights(block: nn.Module) -> list[str]:
-    """Weights of more than one dimension that neither a linear nor a router nor fused experts hold, with their shapes."""
+    """Weights of more than one dimension that neither a linear nor a router nor fused experts hold, with shapes."""
     known = routers(block)
     return [
         f"{name}.{local} {list(p.shape)}"
@@ -164,7 +175,7 @@ def _odd_weights(block: nn.Module) -> list[str]:
 
 
 def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
-    """Linears of one block by their name inside it, in module order. Routers are none: they stay as they are."""
+    """Return the linears of one block by their name inside it, in module order. Routers are left as they are."""
     known = routers(block)
     return {
         name: module for name, module in block.named_modules() if isinstance(module, nn.Linear) and name not in known
@@ -172,7 +183,7 @@ def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
 
 
 def widest_input(blocks: Blocks) -> int:
-    """The most inputs that a linear of any block has; 1 without linears."""
+    """Return the most inputs that a linear of any block has; 1 without linears."""
     return max((one.in_features for block in blocks.modules for one in block_linears(block).values()), default=1)
 
 
@@ -192,14 +203,19 @@ class Weights:
         self.tied = tied_parameters(model)
         naming = Naming(model)
         where = str(source.path)
-        self.sources: dict[str, Stored] = match_names(self.parameters, source.names(), self.tied, naming.places, where)
+        self.sources: dict[str, TensorRef] = match_names(
+            self.parameters, source.names(), self.tied, naming.places, where
+        )
         self.names = self._written_names(naming)
         for name in self.sources:
             self._check(name)
 
     def _written_names(self, naming: Naming) -> dict[str, str]:
-        """Under which name each parameter is written: as the source calls it. If the source has fused experts, it is laid out
-        as transformers' modules are; the experts need names of their own, and the others the ones that go with them."""
+        """The name under which each parameter is written: as the source calls it.
+
+        If the source has fused experts, it is laid out as transformers' modules are; the experts need names of their
+        own, and the others the ones that go with them.
+        """
         if all(stored.index is None for stored in self.sources.values()):
             return {name: stored.name for name, stored in self.sources.items()}
         names = {name: naming.written(name) for name in self.sources}
@@ -224,8 +240,8 @@ class Weights:
                 found = info.shape
         if expected != found:
             raise SourceError(
-                f"{self.source.path}: tensor {stored.name!r} has shape {list(found)}; config.json implies {list(expected)}. "
-                "The weights and the config belong to different models."
+                f"{self.source.path}: tensor {stored.name!r} has shape {list(found)}; config.json implies"
+                f" {list(expected)}. The weights and the config belong to different models."
             )
 
     def _expert(self, name: str) -> tuple[Experts, str]:
@@ -235,13 +251,14 @@ class Weights:
         return experts, f"{projection}.{name.rpartition('.')[2]}"
 
     def stored(self, name: str) -> str:
-        """The stored tensor that a parameter is, or is cut from."""
+        """Name the stored tensor that a parameter is, or is cut from."""
         return self.sources[name].name
 
     def load(self, module_name: str, device: torch.device | str = "cpu") -> None:
         """Read every parameter below a module (``""`` = none but its own) onto a device, and move its buffers there.
 
-        Raises NumericsError for NaN or inf."""
+        Raises NumericsError for NaN or inf.
+        """
         module = self.model.get_submodule(module_name)
         _move_buffers(module, device)
         for local, _ in list(module.named_parameters()):
@@ -254,11 +271,11 @@ class Weights:
         owner._parameters[local] = nn.Parameter(self.read(name, device), requires_grad=False)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """One parameter in the working dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
+        """Read one parameter in the working dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
         return self.raw(name, device).to(self.dtype)
 
     def raw(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """One parameter in its stored dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
+        """Read one parameter in its stored dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
         stored = self.sources[name]
         if stored.index is None:
             value = self.source.read(stored.name)
@@ -285,7 +302,10 @@ def _move_buffers(module: nn.Module, device: torch.device | str) -> None:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Parameter -> the parameter whose tensor it shares (``lm_head.weight`` -> ``model.embed_tokens.weight``)."""
+    """Map each tied parameter to the one whose tensor it shares.
+
+    E.g. ``lm_head.weight`` -> ``model.embed_tokens.weight``.
+    """
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False):
         return {}
@@ -298,3 +318,23 @@ def tied_parameters(model: nn.Module) -> dict[str, str]:
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:
     names = (name for name, module in model.named_modules() if module is wanted)
     return str(next(names))
+
+
+def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
+    """List the parameters that embedding tokens needs: those outside the blocks but the head.
+
+    The head (tied or not) runs after the blocks.
+    """
+    head = weights.model.get_output_embeddings()  # type: ignore[operator]
+    return [
+        name
+        for name in outside_blocks(weights, blocks)
+        if weights.model.get_submodule(name.rpartition(".")[0]) is not head
+    ]
+
+
+def outside_blocks(weights: Weights, blocks: Blocks) -> list[str]:
+    """List the parameters outside the blocks (embeddings, final norm, head); of tied ones the one that is stored."""
+    return [
+        name for name in weights.parameters if not name.startswith(f"{blocks.prefix}.") and name not in weights.tied
+    ]

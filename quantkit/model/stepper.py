@@ -21,15 +21,15 @@ from quantkit.model.skeleton import Blocks, block_linears
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockArguments:
     """The arguments one block receives, its hidden state excepted."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def to(self, device: torch.device) -> Call:
-        """The same arguments with every tensor on a device."""
-        return Call(_moved(self.args, device), _moved(self.kwargs, device))
+    def to(self, device: torch.device) -> BlockArguments:
+        """Return the same arguments with every tensor on a device."""
+        return BlockArguments(_moved(self.args, device), _moved(self.kwargs, device))
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -44,10 +44,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Recording:
-    """What the model feeds its first block, and the other arguments of every block."""
+    """The hidden state that the model feeds its first block, and the other arguments of every block."""
 
     hidden: Tensor  # [batch, tokens, hidden]
-    calls: list[Call]
+    calls: list[BlockArguments]
 
 
 class _Stop(Exception):
@@ -77,8 +77,10 @@ RETURNS: tuple[Callable[[Tensor], Any], ...] = (lambda hidden: hidden, lambda hi
 def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
     """Run the model's own forward with recording blocks. Blocks may be on meta; what comes before them must be loaded.
 
-    input_ids: int64 [batch, tokens]. Raises UnsupportedModel if a block does not take the hidden state first, or if the
-    model does anything between its blocks but hand the hidden state on.
+    input_ids: int64 [batch, tokens].
+
+    Raises UnsupportedModel if a block does not take the hidden state first, or if the model does anything between its
+    blocks but hand the hidden state on.
     """
     for returns in RETURNS:
         with contextlib.suppress(_NotUnderstood):
@@ -87,7 +89,7 @@ def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
 
 
 def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callable[[Tensor], Any]) -> Recording:
-    calls: list[Call] = []
+    calls: list[BlockArguments] = []
     first: list[Tensor] = []
 
     def recorder(index: int) -> Callable[..., Any]:
@@ -106,7 +108,7 @@ def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callab
                 first.append(hidden)
             else:
                 _check_handed_on(hidden, first[0], blocks.name(index))
-            calls.append(Call(rest, kwargs))
+            calls.append(BlockArguments(rest, kwargs))
             if index == len(blocks) - 1:
                 raise _Stop
             return returns(hidden)
@@ -128,18 +130,22 @@ def _check_handed_on(received: Any, returned: Tensor, name: str) -> None:
         raise _NotUnderstood
     if received.data_ptr() != returned.data_ptr():
         raise UnsupportedModel(
-            f"{name}: the model changes the hidden state between its blocks; stepping it block by block is not supported."
+            f"{name}: the model changes the hidden state between its blocks; stepping it block by block is not"
+            " supported."
         )
 
 
 @torch.no_grad()
-def run_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """One block on a hidden state [batch, tokens, hidden] -> the next. Blocks that return tuples give their first member."""
+def run_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Tensor:
+    """Run one block on a hidden state [batch, tokens, hidden] and return the next one.
+
+    Blocks that return tuples give their first member.
+    """
     return forward_block(block, hidden, call)
 
 
-def forward_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
-    """As ``run_block``, recording for gradients where the caller does."""
+def forward_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Tensor:
+    """Run one block as ``run_block`` does, recording for gradients where the caller does."""
     out = block(hidden, *call.args, **call.kwargs)
     result = out[0] if isinstance(out, tuple) else out
     if not isinstance(result, Tensor) or result.shape != hidden.shape:
@@ -149,12 +155,12 @@ def forward_block(block: nn.Module, hidden: Tensor, call: Call) -> Tensor:
 
 @torch.no_grad()
 def run_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
-    """What follows the blocks (final norm, head, soft caps), by the model's own forward: final hidden state -> logits."""
+    """Run what follows the blocks (final norm, head, soft caps), by the model's own forward: hidden state -> logits."""
     return forward_tail(model, blocks, input_ids, hidden)
 
 
 def forward_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
-    """As ``run_tail``, recording for gradients where the caller does."""
+    """Run the tail as ``run_tail`` does, recording for gradients where the caller does."""
     run: Any = model
 
     def logits() -> Tensor | None:
@@ -166,12 +172,12 @@ def forward_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
 
 @torch.no_grad()
 def run_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
-    """What follows the blocks but the head, by the model's own forward: the last block's output -> final hidden state."""
+    """Run what follows the blocks but the head, by the model's own forward: last block's output -> final state."""
     return forward_norm(model, blocks, input_ids, hidden)
 
 
 def forward_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
-    """As ``run_norm``, recording for gradients where the caller does."""
+    """Run the final norm as ``run_norm`` does, recording for gradients where the caller does."""
     trunk: Any = model.base_model
 
     def final() -> Tensor | None:
@@ -182,7 +188,10 @@ def forward_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
 
 
 def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | None]) -> Tensor:
-    """``run`` with blocks that return ``hidden``, in each way that blocks may return it; None from ``run``: not this way."""
+    """``run`` with blocks that return ``hidden``, in each way that blocks may return it.
+
+    run: None from it means that this was not the way.
+    """
     # With a single block no other one can complain: a tuple that the model wanted shows as a missing dimension.
     wrong = (_NotUnderstood,) if len(blocks) > 1 else (_NotUnderstood, IndexError)
     for returns in RETURNS:
@@ -207,7 +216,10 @@ def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | Non
 
 @contextlib.contextmanager
 def gradients_in_order(device: torch.device) -> Iterator[None]:
-    """Attention whose gradients do not depend on the order in which a GPU happens to add: the fast kernels give other bytes each time."""
+    """Use attention whose gradients do not depend on the order in which a GPU happens to add.
+
+    The fast kernels give other bytes each time.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if device.type != "cuda":
@@ -219,7 +231,10 @@ def gradients_in_order(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def given(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Parameters of a module, by name inside it, replaced for a while by tensors that need not be parameters (gradients go through)."""
+    """Replace parameters of a module, by name inside it, for a while.
+
+    values: tensors that need not be parameters (gradients go through).
+    """
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for name, value in values.items():
@@ -233,8 +248,8 @@ def given(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
             held[local] = value
 
 
-def same_call(a: Call, b: Call) -> bool:
-    """True if two recordings of one block agree: its arguments then depend on shapes only, not on the tokens."""
+def same_call(a: BlockArguments, b: BlockArguments) -> bool:
+    """Tell whether two recordings of one block agree: its arguments then depend on shapes only, not on the tokens."""
     return (
         len(a.args) == len(b.args)
         and a.kwargs.keys() == b.kwargs.keys()
@@ -254,12 +269,12 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b)  # an object of the model's own: a config, an empty cache
 
 
-def input_groups(block: nn.Module, hidden: Tensor, call: Call) -> list[tuple[str, ...]]:
-    """Linears of a block that read one and the same tensor, in order of execution; found by running the block.
+def input_groups(block: nn.Module, hidden: Tensor, call: BlockArguments) -> list[tuple[str, ...]]:
+    """Group the linears of a block that read one and the same tensor, in order of execution, by running the block.
 
-    Returns e.g. ``[("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",), ...]``. Experts are
-    grouped by what they are: the few tokens that run here do not reach them all. Other linears that do not run come last,
-    each for itself. Raises UnsupportedModel for one that runs twice (its inputs would be mixed).
+    Returns e.g. ``[("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",), ...]``. Experts
+    are grouped by what they are: the few tokens that run here do not reach them all. Other linears that do not run come
+    last, each for itself. Raises UnsupportedModel for one that runs twice (its inputs would be mixed).
     """
     seen: dict[Any, list[tuple[str, ...]]] = {}
     keep: list[Tensor] = []  # a freed input's address could be reused by another one

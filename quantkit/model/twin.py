@@ -1,7 +1,7 @@
-"""A small random twin of any model: the same architecture, every kind of layer, the same head structure, few weights.
+"""Build a small random twin of a model: same architecture, every kind of layer, same head structure, few weights.
 
-What is proved on the twin (stepping, folds, input groups) holds for the model: both are the same code, and the code does
-not look at the values of weights. Norm weights and biases are random too, or a proof would miss them.
+What is proved on the twin (stepping, folds, input groups) holds for the model: both are the same code, and the code
+does not look at the values of weights. Norm weights and biases are random too, or a proof would miss them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,24 @@ VOCAB, HEAD_DIM, WINDOW, MAX_GROUPED, MAX_EXPERTS = 128, 16, 4, 8, 6
 
 
 def small_twin(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """The model of a shrunken config with random weights, in eval mode. Raises UnsupportedModel as ``build_skeleton`` does."""
+    """Build the model of a shrunken config with random weights, in eval mode.
+
+    Raises UnsupportedModel as ``build_skeleton`` does.
+    """
     try:
         model = build_skeleton(small_config(config), dtype)
     except UnsupportedModel:
-        model = build_skeleton(
-            small_config(config, only_depth=True), dtype
-        )  # widths that must fit each other in a way unknown here
+        # widths that must fit each other in a way unknown here
+        model = build_skeleton(small_config(config, only_depth=True), dtype)
     fill_random(model, dtype, seed)
     return model
 
 
 def fill_random(model: nn.Module, dtype: torch.dtype, seed: int = 0) -> None:
-    """Random values for every parameter: matrices that keep the size of their input, scales around 1, biases around 0."""
+    """Fill every parameter with random values.
+
+    Matrices keep the size of their input, scales are around 1, biases around 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     done: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -56,15 +61,17 @@ def fill_random(model: nn.Module, dtype: torch.dtype, seed: int = 0) -> None:
             if buffer is None or name in module._non_persistent_buffers_set or not buffer.is_floating_point():
                 continue
             noise = torch.rand(buffer.shape, generator=generator)
-            module._buffers[name] = buffer * (1 + 0.3 * noise).to(
-                buffer.dtype
-            )  # a stored scalar of 1 would hide its factor
+            # a stored scalar of 1 would hide its factor
+            module._buffers[name] = buffer * (1 + 0.3 * noise).to(buffer.dtype)
     if getattr(model.config, "tie_word_embeddings", False):
         model.tie_weights()  # type: ignore[operator]
 
 
 def small_config(config: Mapping[str, Any], only_depth: bool = False) -> dict[str, Any]:
-    """A config of the same model type: one or two layers of every kind, few small heads in the same proportion."""
+    """Shrink a config of the same model type: one or two layers of every kind, few small heads.
+
+    The heads keep their proportion.
+    """
     full = _complete(config)
     small = dict(full)
     layers = _first_key(full, LAYERS)

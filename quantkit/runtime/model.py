@@ -13,23 +13,27 @@ from torch import Tensor
 
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
 from quantkit.errors import QuantkitWarning, RequestError
-from quantkit.runtime.attention import cached_heads, layer_specs, transformers_cache
-from quantkit.runtime.cache import KVCache
-from quantkit.runtime.embedding import QuantEmbedding
-from quantkit.runtime.engine import Generation, Piece, run
-from quantkit.runtime.kernels.cpu_packed import HalfWeight
-from quantkit.runtime.linear import QuantLinear
-from quantkit.runtime.sampling import GenerationOptions
+from quantkit.model.attention_shape import cached_kv_heads, head_dim
+from quantkit.runtime.decode.definition import definition_step
+from quantkit.runtime.generate.loop import Generation, Piece, run
+from quantkit.runtime.generate.sampling import GenerationOptions
+from quantkit.runtime.kernels.cpu_layouts import HalfWeight
+from quantkit.runtime.kv_cache.cache import KVCache
+from quantkit.runtime.kv_cache.transformers_cache import layer_specs, transformers_cache
+from quantkit.runtime.layers.embedding import QuantEmbedding
+from quantkit.runtime.layers.linear import QuantLinear
 
 Messages = Sequence[Mapping[str, str]]
 
 
 class Model:
-    """What ``quantkit.load`` returns.
+    """A model ready to run: what ``quantkit.load`` returns.
 
-    config: the content of config.json. module: the transformers model with packed linears. tokenizer: read on first use.
-    kv_plan: how the cache is kept. dtype, device: of activations. lean: whether decoding may leave the transformers
-    definition for a short step that was proved equal. graphs: whether that step is captured on a GPU, and runs ahead of the host.
+    module: the transformers model with packed linears. config: the content of config.json. tokenizer: read on first
+    use.
+    kv_plan: how the cache is kept. dtype, device: of activations. fast_step: whether decoding may leave the
+    transformers definition for a short step that was proved equal. graphs: whether that step is captured on a GPU, and
+    runs ahead of the host.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Model:
         read_tokenizer: Callable[[], Any],
         end_tokens: Sequence[int] = (),
         kv_plan: KVPlan | None = None,
-        lean: bool = True,
+        fast_step: bool = True,
         graphs: bool = True,
     ) -> None:
         self.module, self.config = module, config
@@ -52,7 +56,7 @@ class Model:
         self._read_tokenizer = read_tokenizer
         self._specs = layer_specs(module, self.kv_plan, dtype, device)
         self._head = head_only(module)
-        self._may_be_lean, self._may_capture = lean, graphs
+        self._may_be_fast, self._may_capture = fast_step, graphs
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -60,45 +64,57 @@ class Model:
         return self._read_tokenizer()
 
     @cached_property
-    def lean(self) -> Any:
-        """The short decode step (``lean.py`` on a CPU, ``lean_gpu.py`` on a GPU), or None: found and proved at the first step that may
-        take it. Warns, in words, where a GPU has to do without."""
-        from quantkit.runtime.lean import lean_step
+    def fast_step(self) -> Any:
+        """The short decode step (``decode/cpu_step.py`` or ``gpu_step.py``), or None where there is none.
 
-        if not self._may_be_lean or self.device.type != "cuda":
-            return lean_step(self.module, self.config, self.dtype, self.device) if self._may_be_lean else None
-        from quantkit.runtime.lean_gpu import gpu_step, unread
+        Found and proved at the first step that may take it. Warns, in words, where a GPU has to do without.
+        """
+        from quantkit.runtime.decode.cpu_step import cpu_step
+
+        if not self._may_be_fast or self.device.type != "cuda":
+            return cpu_step(self.module, self.config, self.dtype, self.device) if self._may_be_fast else None
+        from quantkit.runtime.decode.gpu_step import gpu_step, why_unreadable
 
         step, reason = gpu_step(self.module, self.config, self.dtype, self.device)
         if step is not None:
-            reason = next(filter(None, (unread(spec, self.dtype, step.heads) for spec in self._specs)), "")
+            reason = next(filter(None, (why_unreadable(spec, self.dtype, step.heads) for spec in self._specs)), "")
         if reason:
             warnings.warn(
-                f"decoding on the GPU runs the transformers definition, launch by launch, without a CUDA graph: {reason}.",
+                "decoding on the GPU runs the transformers definition, launch by launch, without a CUDA graph:"
+                f" {reason}.",
                 QuantkitWarning,
                 stacklevel=2,
             )
         return step
 
     @cached_property
-    def loop(self) -> Any:
-        """Captured decode steps that run ahead of the host (``ahead.py``), or None: for a GPU and a model with a short step."""
-        if self.device.type != "cuda" or not self._may_capture or self.lean is None:
+    def graph_decoder(self) -> Any:
+        """Captured decode steps that run ahead of the host (``generate/cuda_graphs.py``), or None.
+
+        For a GPU and a model with a short step.
+        """
+        if self.device.type != "cuda" or not self._may_capture or self.fast_step is None:
             return None
-        return self.ahead(self.lean, capture=True)
+        return self.new_graph_decoder(self.fast_step, capture=True)
 
-    def ahead(self, step: Any, *, capture: bool) -> Any:
-        """An ``ahead.Loop`` of a ``GpuStep``; without ``capture`` it launches kernel by kernel (Triton's interpreter)."""
-        from quantkit.runtime.ahead import Loop
+    def new_graph_decoder(self, step: Any, *, capture: bool) -> Any:
+        """A ``GraphDecoder`` of a ``GpuStep``.
 
-        return Loop(step, self.head, self._specs, self.vocabulary, capture=capture)
+        Without ``capture`` it launches kernel by kernel (Triton's interpreter).
+        """
+        from quantkit.runtime.generate.cuda_graphs import GraphDecoder
+
+        return GraphDecoder(step, self.head, self._specs, self.vocabulary, capture=capture)
 
     @property
     def decoding(self) -> str:
-        """How a token is made: "graph" (captured steps), "lean" (the short step, launched), "definition" (transformers)."""
-        if self.lean is None or not self.lean.reads(self._specs):
+        """How a token is decoded, as reports name it.
+
+        "graph" (captured steps), "lean" (the short step, launched) or "definition" (transformers).
+        """
+        if self.fast_step is None or not self.fast_step.reads(self._specs):
             return "definition"
-        return "graph" if self.loop is not None and not self.loop.broken else "lean"
+        return "graph" if self.graph_decoder is not None and not self.graph_decoder.broken else "lean"
 
     @property
     def vocabulary(self) -> int:
@@ -113,7 +129,10 @@ class Model:
 
     @property
     def kv_stored_bits(self) -> float:
-        """Bits that a cached number takes once it is packed, scales included; those of the run-time dtype where nothing is quantized."""
+        """Bits of a cached number once it is packed, scales included.
+
+        Those of the run-time dtype where nothing is quantized.
+        """
         heads, dim = self._cached_shape()
         token = sum(spec.scheme.bytes_per_token(heads, dim, self.dtype) for spec in self._specs)
         return 8 * token / (2 * heads * dim * len(self._specs))
@@ -134,29 +153,18 @@ class Model:
         return KVCache(self._specs, capacity)
 
     def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
-        """Run tokens over a cache (``transformers_cache``), appending to it.
+        """Run tokens over a cache (``transformers_cache``), appending to it, by the fast step where there is one.
 
-        ids: int64 ``[batch, tokens]``. counts: how many of them, the last ones, each sequence has (the others are padding); None: all.
-        Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
+        ids: int64 ``[batch, tokens]``. counts: how many of them, the last ones, each sequence has (the others are
+        padding);
+        None: all. Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
         """
-        paged, tokens = cache.paged, ids.shape[1]
-        if tokens == 1 and paged.length and counts is None and self.lean is not None:
-            quick: Tensor | None = self.lean(ids, paged)
+        paged = cache.paged
+        if ids.shape[1] == 1 and paged.length and counts is None and self.fast_step is not None:
+            quick: Tensor | None = self.fast_step(ids, paged)
             if quick is not None:
                 return quick
-        lengths = torch.tensor(paged.expect(counts or [tokens] * len(ids), tokens), device=ids.device)[:, None]
-        for layer in cache.layers:
-            layer.expect(tokens)
-        longest = int(lengths.max())
-        position = (lengths - tokens + torch.arange(tokens, device=ids.device)).clamp(min=0)
-        mask = None
-        if int(lengths.min()) < longest:
-            mask = (torch.arange(longest, device=ids.device) >= longest - lengths).long()
-        output = self.module.base_model(
-            input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
-        )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return definition_step(self.module, ids, cache, counts)
 
     @torch.inference_mode()
     def hidden(self, input_ids: Tensor) -> Tensor:
@@ -173,8 +181,8 @@ class Model:
         if not self.kv_plan.quantized:
             hidden: Tensor = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return hidden
-        seam = transformers_cache(self.new_cache(ids.shape[1]))
-        return torch.cat([self.step(chunk, seam) for chunk in ids.split(PAGE_TOKENS, dim=1)], dim=1)
+        paged_cache = transformers_cache(self.new_cache(ids.shape[1]))
+        return torch.cat([self.step(chunk, paged_cache) for chunk in ids.split(PAGE_TOKENS, dim=1)], dim=1)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
@@ -194,9 +202,10 @@ class Model:
     ) -> Any:
         """Continue a prompt, or a batch of them.
 
-        prompt: text, or chat messages (``[{"role": "user", "content": "..."}]``), or a list of either. options: one for all,
-        or one per prompt; or its fields as keywords: ``generate("Once", max_tokens=32)``. Returns a ``Generation``, or a
-        list of them for a list of prompts. Raises RequestError for a bad option or a prompt beyond the context.
+        prompt: text, or chat messages (``[{"role": "user", "content": "..."}]``), or a list of either.
+        options: one for all, or one per prompt; or its fields as keywords: ``generate("Once", max_tokens=32)``.
+        Returns a ``Generation``, or a list of them for a list of prompts. Raises RequestError for a bad option or a
+        prompt beyond the context.
         """
         prompts, single = as_batch(prompt)
         done: dict[int, Generation] = {}
@@ -208,7 +217,10 @@ class Model:
     def stream(
         self, prompt: str | Messages, options: GenerationOptions | None = None, **overrides: Any
     ) -> Generator[str, None, Generation | None]:
-        """Continue one prompt; yields text as soon as it is certain. The generator's return value is the ``Generation``."""
+        """Continue one prompt; yields text as soon as it is certain.
+
+        The generator's return value is the ``Generation``.
+        """
         prompts, single = as_batch(prompt)
         if not single:
             raise RequestError("stream takes one prompt; use generate for a list.")
@@ -220,7 +232,11 @@ class Model:
         return None
 
     def memory(self) -> dict[str, int]:
-        """Bytes: ``quantized`` (packed weights with their scales), ``dense`` (all else), ``kv_per_token`` (in packed pages, all layers)."""
+        """Bytes by kind.
+
+        ``quantized``: packed weights with their scales. ``dense``: all else. ``kv_per_token``: in packed pages, all
+        layers.
+        """
         weights = {m.packed for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}
         packed = sum(weight.nbytes() for weight in weights if not isinstance(weight, HalfWeight))  # a tied matrix once
         tensors = {t.data_ptr(): t.nbytes for t in [*self.module.parameters(), *self.module.buffers()]}
@@ -231,8 +247,7 @@ class Model:
     def _cached_shape(self) -> tuple[int, int]:
         """Heads of keys and values, and channels of each."""
         config = self.module.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cached_heads(config), int(dim)
+        return cached_kv_heads(config), head_dim(config)
 
     def layouts(self) -> dict[str, int]:
         """Layers by the layout of their packed weight: ``{"int4": 210}``."""
@@ -265,7 +280,7 @@ class Model:
         each = [one] * len(prompts) if isinstance(one, GenerationOptions) else list(one)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} options; give one for all, or one each.")
-        _ = self.lean, self.loop  # proved before any clock runs
+        _ = self.fast_step, self.graph_decoder  # proved before any clock runs
         ids = [self.encode(text, chat=o.chat) for text, o in zip(prompts, each, strict=True)]
         return run(self, ids, each, end_tokens=self.end_tokens, context=self.context)
 
@@ -314,9 +329,10 @@ class _Given:
 
 
 def head_only(module: Any) -> Any:
-    """The model without its body: maps ``inputs_embeds`` (final hidden states) to logits by the architecture's own code.
+    """The model without its body: maps ``inputs_embeds`` (final hidden states) to logits.
 
-    So every scaling and soft cap (gemma, cohere, granite) is right without a list of them. Shares all weights.
+    The architecture's own code does it, so every scaling and soft cap (gemma, cohere, granite) is right without a list
+    of them. Shares all weights.
     """
     alone = copy.copy(module)
     alone.__dict__["_modules"] = {**module._modules, module.base_model_prefix: _Given()}

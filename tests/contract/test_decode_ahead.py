@@ -15,12 +15,12 @@ from triton_cases import INTERPRETED, passes_in_the_interpreter
 
 from quantkit.core.kvscheme import KVScheme, LayerScales
 from quantkit.core.scheme import Scheme
-from quantkit.runtime import ahead
-from quantkit.runtime.cache import KVCache
-from quantkit.runtime.engine import Generation, run
-from quantkit.runtime.kernels.tiles import Tile
-from quantkit.runtime.paged import layer_spec
-from quantkit.runtime.sampling import GenerationOptions
+from quantkit.runtime.generate import cuda_graphs
+from quantkit.runtime.generate.loop import Generation, run
+from quantkit.runtime.generate.sampling import GenerationOptions
+from quantkit.runtime.kernels.triton.tile_table import Tile
+from quantkit.runtime.kv_cache.cache import KVCache
+from quantkit.runtime.kv_cache.paged_layer import layer_spec
 
 CPU = torch.device("cpu")
 FEW: dict[str, Any] = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
@@ -35,8 +35,8 @@ if not INTERPRETED:
 else:
 
     def step_of(model: Any) -> Any:
-        from quantkit.runtime.family import recognise
-        from quantkit.runtime.lean_gpu import GpuStep
+        from quantkit.runtime.decode.family import recognise
+        from quantkit.runtime.decode.gpu_step import GpuStep
 
         family = recognise(model.module)
         assert family is not None
@@ -55,7 +55,7 @@ else:
         kind: str, scheme: Scheme | None, kv_bits: int | str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of the linears only the joining is seen here: as dense products, which the interpreter does in no time."""
-        monkeypatch.setattr("quantkit.runtime.kernels.triton_linear.choose_tile", lambda *given: Tile("dequantize"))
+        monkeypatch.setattr("quantkit.runtime.kernels.triton.launch.choose_tile", lambda *given: Tile("dequantize"))
         few = dict(num_attention_heads=2, num_key_value_heads=1) if kind == "gemma3_text" else {}
         few |= {} if kv_bits == 16 else dict(head_dim=16)
         model = packed(tiny(kind, kv_bits, **few), scheme)
@@ -64,11 +64,11 @@ else:
         assert all((pair is not None) == (scheme is not None) for pair in step._pairs)
         ids = torch.randint(3, 90, (2, 146), generator=torch.Generator().manual_seed(1))
         expected = greedy_logits(model, ids, 144, [144, 131])
-        model.__dict__["lean"] = step
+        model.__dict__["fast_step"] = step
         torch.testing.assert_close(greedy_logits(model, ids, 144, [144, 131]), expected, rtol=1e-3, atol=1e-4)
 
     def test_the_step_is_proved_on_the_twin_and_refused_by_name() -> None:
-        from quantkit.runtime.lean_gpu import gpu_step
+        from quantkit.runtime.decode.gpu_step import gpu_step
 
         model = tiny("llama", **FEW)
         step, why = gpu_step(model.module, model.config, torch.float32, CPU)
@@ -80,14 +80,14 @@ else:
         assert "this opt are not those" in why
 
     def test_pages_that_the_kernels_do_not_read_are_refused_by_name() -> None:
-        from quantkit.runtime.lean_gpu import unread
+        from quantkit.runtime.decode.gpu_step import why_unreadable
 
         model = tiny("llama", 4, **FEW)
         step, (spec,) = step_of(model), model._specs
         assert step.reads([spec])
-        assert "computes in torch.bfloat16" in unread(spec, torch.bfloat16, step.heads)
-        assert "multiples of 16 and 8" in unread(spec, torch.float32, replace(step.heads, dim=24))
-        assert "128 queries a key head" in unread(spec, torch.float32, replace(step.heads, query=128))
+        assert "computes in torch.bfloat16" in why_unreadable(spec, torch.bfloat16, step.heads)
+        assert "multiples of 16 and 8" in why_unreadable(spec, torch.float32, replace(step.heads, dim=24))
+        assert "128 queries a key head" in why_unreadable(spec, torch.float32, replace(step.heads, query=128))
         ones = torch.ones(1, 16)
         static = layer_spec(KVScheme.of(4, "static"), LayerScales(ones, ones, ones, ones), torch.float32, CPU, None)
         cache = KVCache([static])
@@ -110,7 +110,7 @@ else:
         ]  # the first answer ends one token early
         expected = answers(model, options, end)
         assert expected[0].finish_reason == "stop"
-        model.__dict__["loop"] = loop = model.ahead(step_of(model), capture=False)
+        model.__dict__["graph_decoder"] = loop = model.new_graph_decoder(step_of(model), capture=False)
         for _ in range(2):  # the second batch finds slots that were used
             found = answers(model, options, end)
             for row, wanted in expected.items():
@@ -134,11 +134,11 @@ else:
 
         expected = tokens()
         step = step_of(model)
-        model.__dict__["loop"] = loop = model.ahead(step, capture=False)
+        model.__dict__["graph_decoder"] = loop = model.new_graph_decoder(step, capture=False)
         assert tokens() == expected
         assert sorted(loop._slots) == [1, 2]
         packing, caches = step._packing.pack, []
-        fill = ahead.Lent.fill
+        fill = cuda_graphs.DeviceTables.fill
 
         def poisoned(*given: Any) -> None:
             packing(*given)
@@ -146,16 +146,18 @@ else:
                 layer.packed.fields["value_scales"][..., 1] = 100.0
 
         monkeypatch.setattr(
-            ahead.Lent, "fill", lambda self, cache, until: (caches.append(cache), fill(self, cache, until))
+            cuda_graphs.DeviceTables,
+            "fill",
+            lambda self, cache, until: (caches.append(cache), fill(self, cache, until)),
         )
-        monkeypatch.setattr("quantkit.runtime.kernels.triton_pack.pack", poisoned)
+        monkeypatch.setattr("quantkit.runtime.kernels.triton.pack_page.pack", poisoned)
         assert tokens() != expected  # what is packed is what is read
 
     def test_a_second_batch_meanwhile_runs_step_by_step() -> None:
         model = tiny("llama", **FEW)
         options = GenerationOptions(max_tokens=4)
         expected = answers(model, [options], -1)[0].tokens
-        model.__dict__["loop"] = loop = model.ahead(step_of(model), capture=False)
+        model.__dict__["graph_decoder"] = loop = model.new_graph_decoder(step_of(model), capture=False)
         first = run(model, [[5, 6, 7] * 4], [options], end_tokens=(), context=None)
         next(first)
         assert loop.guard.locked()
@@ -174,7 +176,7 @@ else:
             self.graphs: list[Any] = []
             self.recording: Any = None
             self.fails = fails
-            run_slot = ahead.Slot.run
+            run_slot = cuda_graphs.Slot.run
 
             def run(slot: Any, mode: Any) -> None:
                 if self.recording is None:
@@ -182,7 +184,7 @@ else:
                 else:
                     self.recording.again = lambda: run_slot(slot, mode)
 
-            monkeypatch.setattr(ahead.Slot, "run", run)
+            monkeypatch.setattr(cuda_graphs.Slot, "run", run)
             for name, value in {
                 "Stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
                 "current_stream": lambda device: SimpleNamespace(wait_stream=lambda other: None),
@@ -213,8 +215,8 @@ else:
         options = GenerationOptions(max_tokens=4)
         expected = answers(model, [options], -1)[0].tokens
         recorder = Recorder(monkeypatch)
-        model.__dict__["lean"] = step_of(model)
-        model.__dict__["loop"] = model.ahead(model.lean, capture=True)
+        model.__dict__["fast_step"] = step_of(model)
+        model.__dict__["graph_decoder"] = model.new_graph_decoder(model.fast_step, capture=True)
         assert model.decoding == "graph"
         for _ in range(2):
             assert answers(model, [options], -1)[0].tokens == expected
@@ -228,7 +230,7 @@ else:
         expected = answers(model, [options], -1)[0].tokens
         recorder = Recorder(monkeypatch)
         step = step_of(model)
-        model.__dict__["loop"] = loop = model.ahead(step, capture=True)
+        model.__dict__["graph_decoder"] = loop = model.new_graph_decoder(step, capture=True)
         going = run(model, [[5, 6, 7] * 4], [options], end_tokens=(), context=None)
         next(going)
         (slot,) = loop._slots.values()
@@ -248,8 +250,8 @@ else:
         options = GenerationOptions(max_tokens=4)
         expected = answers(model, [options], -1)[0].tokens
         Recorder(monkeypatch, fails=True)
-        model.__dict__["lean"] = step_of(model)
-        model.__dict__["loop"] = loop = model.ahead(model.lean, capture=True)
+        model.__dict__["fast_step"] = step_of(model)
+        model.__dict__["graph_decoder"] = loop = model.new_graph_decoder(model.fast_step, capture=True)
         with pytest.warns(UserWarning, match=r"operation not permitted when stream is capturing\)"):
             assert answers(model, [options], -1)[0].tokens == expected
         assert model.decoding == "lean"
@@ -262,8 +264,8 @@ else:
         options = [GenerationOptions(max_tokens=8), GenerationOptions(max_tokens=2)]
         expected = {row: done.tokens for row, done in answers(model, options, -1).items()}
         recorder = Recorder(monkeypatch)
-        model.__dict__["lean"] = step_of(model)
-        model.__dict__["loop"] = loop = model.ahead(model.lean, capture=True)
+        model.__dict__["fast_step"] = step_of(model)
+        model.__dict__["graph_decoder"] = loop = model.new_graph_decoder(model.fast_step, capture=True)
         loop.prepare(options, 80)
         recorder.fails = True
         with pytest.warns(UserWarning, match="cannot be captured"):

@@ -12,8 +12,9 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats import Layout, reader_format, writer_format
+from quantkit.formats import reader_format, writer_format
 from quantkit.formats.compressed_tensors import CompressedTensors
+from quantkit.formats.interface import CheckpointLayout
 
 SHAPES = [(64, 256), (830, 545), (5, 96), (16, 576)]
 SCHEMES = [
@@ -75,7 +76,7 @@ def test_the_written_config_reads_back_every_scheme(name: str, schemes: dict[str
     for module, scheme in schemes.items():
         originals[module] = quantized(scheme, (32, 64))
         tensors.update({f"{module}.{part}": value for part, value in form.encode(originals[module]).items()})
-    layout = Layout(schemes, ["lm_head"])
+    layout = CheckpointLayout(schemes, ["lm_head"])
     assert form.cannot_say(layout) is None
     config = json.loads(json.dumps(form.config(layout, "0")))
     reader = reader_format(config)
@@ -142,7 +143,9 @@ def test_the_compressed_tensors_library_unpacks_what_we_pack(bits: int, group: i
 def test_the_compressed_tensors_library_accepts_our_config() -> None:
     from compressed_tensors.quantization import QuantizationConfig
 
-    config = CompressedTensors.config(Layout({"x": Scheme(4, 128), "y": Scheme(8, None, False)}, ["lm_head"]), "0")
+    config = CompressedTensors.config(
+        CheckpointLayout({"x": Scheme(4, 128), "y": Scheme(8, None, False)}, ["lm_head"]), "0"
+    )
     config.pop("quant_method")
     parsed = QuantizationConfig.model_validate({**config, "quant_method": "compressed-tensors"})
     assert parsed.config_groups["group_0"].weights.num_bits == 4

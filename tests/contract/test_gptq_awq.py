@@ -17,10 +17,11 @@ from quantkit.core import affine
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
-from quantkit.formats import Layout, writer_format
+from quantkit.formats import writer_format
 from quantkit.formats.awq import AWQ
 from quantkit.formats.gptq import GPTQ
 from quantkit.formats.gptq_rules import override_for, pattern
+from quantkit.formats.interface import CheckpointLayout
 
 
 def quantized(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantTensor:
@@ -40,7 +41,7 @@ def of_codes(codes: Tensor, scheme: Scheme, zero: int | None = None) -> QuantTen
 
 
 def config_of(form: Any, module: str, scheme: Scheme) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(form.config(Layout({module: scheme}), "0"))))
+    return dict(json.loads(json.dumps(form.config(CheckpointLayout({module: scheme}), "0"))))
 
 
 def test_gptq_golden_words() -> None:
@@ -223,12 +224,12 @@ def test_what_a_format_cannot_hold_is_said_with_the_remedy(
 
 def test_what_one_config_cannot_say_is_refused() -> None:
     sym, asym, eight = Scheme(4, 32, True), Scheme(4, 32, False), Scheme(8, 32, True)
-    assert "v1 or v2" in str(GPTQ.cannot_say(Layout({"a": sym, "b": asym})))
-    assert GPTQ.cannot_say(Layout({"a": sym, "b": eight})) is None
-    assert "W4 g32 asym and W4 g32 sym" in str(AWQ.cannot_say(Layout({"a": sym, "b": asym})))
-    clash = AWQ.cannot_say(Layout({"mlp.gate_proj": sym}, ["lm_head", "mlp.gate"]))
+    assert "v1 or v2" in str(GPTQ.cannot_say(CheckpointLayout({"a": sym, "b": asym})))
+    assert GPTQ.cannot_say(CheckpointLayout({"a": sym, "b": eight})) is None
+    assert "W4 g32 asym and W4 g32 sym" in str(AWQ.cannot_say(CheckpointLayout({"a": sym, "b": asym})))
+    clash = AWQ.cannot_say(CheckpointLayout({"mlp.gate_proj": sym}, ["lm_head", "mlp.gate"]))
     assert "would leave mlp.gate_proj out" in str(clash)
-    assert AWQ.cannot_say(Layout({"mlp.gate_proj": sym}, ["lm_head"])) is None
+    assert AWQ.cannot_say(CheckpointLayout({"mlp.gate_proj": sym}, ["lm_head"])) is None
 
 
 def test_rules_name_exactly_the_modules_they_are_for() -> None:
@@ -239,7 +240,7 @@ def test_rules_name_exactly_the_modules_they_are_for() -> None:
     }
     kept = "model.layers.3.mlp.down_proj"
     schemes.pop(kept)
-    config = GPTQ.config(Layout(schemes, [kept, "lm_head"]), "0")
+    config = GPTQ.config(CheckpointLayout(schemes, [kept, "lm_head"]), "0")
     assert (config["bits"], config["group_size"], config["sym"], config["lm_head"]) == (4, 128, True, False)
     dynamic = config["dynamic"]
     assert list(dynamic.values()) == [{}, {"bits": 8, "group_size": 64}]
@@ -261,18 +262,19 @@ def test_rules_also_name_the_fused_layer_that_vllm_asks_for() -> None:
 
 
 def test_gptq_configs_are_what_readers_require() -> None:
-    config = GPTQ.config(Layout({"a": Scheme(4, 128, True)}, ["lm_head"]), "1.2")
+    config = GPTQ.config(CheckpointLayout({"a": Scheme(4, 128, True)}, ["lm_head"]), "1.2")
     assert config == {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False,
         "format": "gptq", "checkpoint_format": "gptq", "pack_dtype": "int32", "dynamic": None,
         "meta": {"quantizer": ["quantkit:1.2"]},
     }  # fmt: skip
     v2 = GPTQ.config(
-        Layout({"a": Scheme(4, None, False), "lm_head": Scheme(4, None, False)}, outside=["lm_head"]), "1.2"
+        CheckpointLayout({"a": Scheme(4, None, False), "lm_head": Scheme(4, None, False)}, head_embeddings=["lm_head"]),
+        "1.2",
     )
     assert (v2["checkpoint_format"], v2["sym"], v2["group_size"], v2["lm_head"]) == ("gptq_v2", False, -1, True)
     assert GPTQ.side_files(config) == {"quantize_config.json": config}
-    awq = AWQ.config(Layout({"a": Scheme(4, 64, False)}, ["lm_head"]), "1.2")
+    awq = AWQ.config(CheckpointLayout({"a": Scheme(4, 64, False)}, ["lm_head"]), "1.2")
     assert awq == {
         "quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm", "lm_head": False,
         "modules_to_not_convert": ["lm_head"],

@@ -53,8 +53,8 @@ def test_a_tile_that_fails_is_noted_and_the_derived_one_is_tried_first(monkeypat
     """One that the compiler refuses must not cost the table; a table that time cut short must not be worse than none."""
     monkeypatch.syspath_prepend(str(KERNELS))
     bench, tuning = importlib.import_module("gpu_linear"), importlib.import_module("tuning")
-    tiles = bench.tiles
-    weight = tiles.TritonWeight(tuning.random_weight((128, 1024), bench.Scheme(4, 128, False), torch.device("cpu")))
+    tiles = bench.tile_table
+    weight = bench.TritonWeight(tuning.random_weight((128, 1024), bench.Scheme(4, 128, False), torch.device("cpu")))
     tried: list[object] = []
 
     def ours(bench: object, weights: object, x: object, tile: object, guess: float) -> float:
@@ -83,12 +83,37 @@ def test_results_and_tiles_are_written_cell_by_cell(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(KERNELS))
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
     bench = importlib.import_module("gpu_linear")
-    bench.tiles.measured.cache_clear()
+    bench.tile_table.measured.cache_clear()
     options = argparse.Namespace(out=tmp_path / "out.json", tiles=tmp_path / "tiles.json", tune=True)
     for block in (32, 64):
         bench.write(options, {"device": "x"}, [{"us": 1}], [], {f"{block}": {"1": bench.Tile("gemv", block)}})
     assert json.loads(options.out.read_text())["rows"] == [{"us": 1}]
     assert sorted(json.loads(options.tiles.read_text())["tiles"]) == ["32", "64"]  # the second call keeps the first
+
+
+def test_every_stage_of_the_conversion_benchmark_is_where_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaces functions by name in the modules that call them; a renamed one would end the run on the GPU."""
+    monkeypatch.syspath_prepend(str(KERNELS))
+    bench = importlib.import_module("gpu_convert")
+    with bench.Clock(cuda=False) as clock:
+        assert len(clock._undo) == len(bench.STAGES) + len(bench.ONCE)
+
+
+@pytest.mark.slow
+def test_the_conversion_benchmark_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage is seen to run."""
+    monkeypatch.syspath_prepend(str(KERNELS))
+    bench = importlib.import_module("gpu_convert")
+    out = tmp_path / "out.json"
+    command = [sys.executable, KERNELS / "gpu_convert.py", "--rehearse", "--device", "cpu", "--products", "float32"]
+    done = subprocess.run(
+        [*command, "--out", out, "--folder", tmp_path], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(out.read_text())["runs"]
+    assert "error" not in run, run["error"]
+    assert {name for name, _, _ in bench.ONCE} <= set(run["once"])
+    assert {name for name, _, _ in bench.STAGES} <= set(run["per_block"][0]) | set(run["once"])
 
 
 @pytest.mark.parametrize(("part", "other"), [("right", "fast"), ("fast", "right")])

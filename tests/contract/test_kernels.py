@@ -9,12 +9,12 @@ from quantkit.core import affine
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
-from quantkit.runtime import workers
 from quantkit.runtime.kernels import reference
-from quantkit.runtime.kernels.cpu import Int4Weight, Int8Weight, int4_fits
-from quantkit.runtime.kernels.cpu_packed import HalfWeight, PlanarWeight, block_size, linear_numba
+from quantkit.runtime.kernels.cpu_layouts import HalfWeight, PlanarWeight, block_size, linear_numba
+from quantkit.runtime.kernels.cpu_torch import Int4Weight, Int8Weight, int4_fits
+from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kernels.reference import BlockWeight, WordsWeight, linear_reference
-from quantkit.runtime.linear import KERNELS, QuantLinear, choose, linear, pack
+from quantkit.runtime.layers.linear import KERNELS, QuantLinear, choose, linear, pack
 
 CPU = torch.device("cpu")
 # Those on Triton have test_triton.py; "w8a8" rounds activations too and has tests/unit/runtime/test_w8a8.py.
@@ -34,7 +34,7 @@ def quantized(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantTen
 
 
 def bound(kernel: str, x: torch.Tensor, q: QuantTensor) -> torch.Tensor:
-    """The tolerances that kernels/cpu.py and cpu_packed.py derive, elementwise; float32 sums for those that compute in float32."""
+    """The tolerances that kernels/cpu_torch.py and cpu_layouts.py derive, elementwise; float32 sums for those that compute in float32."""
     size, weight = x.abs().float(), q.dequantize()
     step = affine.expand_groups(q.scales.float(), q.shape[1], q.scheme)
     exact = q.shape[1] * 2**-23 * (size @ weight.abs().T) + 1e-7
@@ -69,7 +69,7 @@ def test_every_kernel_agrees_with_the_reference(scheme: Scheme, shape: tuple[int
         many = KERNELS["dequantize"](x, packed, None)  # the path of many tokens, from the same buffers
         assert bool(((many - expected).abs() <= bound("dequantize", x, q)).all()), packed.layout
     assert {"reference", "dequantize"} <= tried
-    if workers.available():
+    if threads.available():
         assert "numba" in tried
     if scheme.bits > 4 and shape[0] % 4 == shape[1] % 32 == 0:
         assert "int8" in tried
@@ -78,7 +78,7 @@ def test_every_kernel_agrees_with_the_reference(scheme: Scheme, shape: tuple[int
 
 
 def skip_without_numba(kernel: str) -> None:
-    if kernel == "numba" and not workers.available():
+    if kernel == "numba" and not threads.available():
         pytest.skip("numba is not installed (extra [cpu])")
 
 
@@ -130,7 +130,7 @@ def test_layouts_take_about_the_bits_of_the_scheme() -> None:
 
 
 def test_fast_layouts_are_chosen_where_they_apply_and_refused_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "available", lambda: False)
+    monkeypatch.setattr(threads, "available", lambda: False)
 
     def layout(scheme: Scheme, shape: tuple[int, int]) -> str:
         return pack(quantized(scheme, shape), device=CPU).layout
@@ -188,7 +188,7 @@ def test_a_wide_layer_is_dequantized_slice_by_slice() -> None:
     assert torch.equal(packed.dequantize(), q.dequantize())
 
 
-needs_numba = pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+needs_numba = pytest.mark.skipif(not threads.available(), reason="numba is not installed (extra [cpu])")
 
 
 @needs_numba

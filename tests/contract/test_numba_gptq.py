@@ -10,19 +10,19 @@ import torch
 
 from quantkit.algorithms.gptq import Loops, gptq, round_columns
 from quantkit.algorithms.refine import descend_columns
-from quantkit.convert.device import column_loops
+from quantkit.convert.plan.column_loops import column_loops
 from quantkit.core.scheme import Scheme
-from quantkit.runtime import workers
+from quantkit.runtime.kernels.numba import threads as worker_threads
 
 pytest.importorskip("numba")
-from quantkit.runtime.kernels import cpu_numba_gptq
+from quantkit.runtime.kernels.numba import gptq as kernels
 
 SHAPES = [(1, 1), (48, 40), (128, 64), (37, 700), (96, 1101)]  # columns, rows: parts of a tile, several shares
 
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(cpu_numba_gptq, "SHARE", 1 << 17)
+    monkeypatch.setattr(kernels, "SHARE", 1 << 17)
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -54,7 +54,7 @@ def test_rounding_a_block_of_columns(shape: tuple[int, int], transposed: bool, t
     wide = wide.t().contiguous().t() if transposed else wide
     here, there = rest.clone(), rest.clone()
     expected = round_columns(here, wide[:, : shape[0]], step, offset, 15)
-    found = cpu_numba_gptq.round_columns(there, wide[:, : shape[0]], step, offset, 15)
+    found = kernels.round_columns(there, wide[:, : shape[0]], step, offset, 15)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert torch.equal(here, there)
@@ -66,7 +66,7 @@ def test_descending_a_block_of_columns(shape: tuple[int, int], threads: int) -> 
     target, (step, offset), own = numbers(*shape, seed=0), grid(*shape), moments(*shape)
     found = (numbers(*shape, seed=5) * 4 + 8).round().clamp(0, 15)
     results = []
-    for loop in (descend_columns, cpu_numba_gptq.descend_columns):
+    for loop in (descend_columns, kernels.descend_columns):
         codes = found.clone()
         error = target - (codes - offset) * step
         loop(target, error, codes, step, offset, own, own @ error, 15)
@@ -84,7 +84,7 @@ def test_a_whole_matrix_gets_the_same_codes_and_scales(scheme: Scheme) -> None:
     def counted(name: str) -> Any:
         def loop(*args: Any) -> Any:
             calls.append(name)
-            return getattr(cpu_numba_gptq, name)(*args)
+            return getattr(kernels, name)(*args)
 
         return loop
 
@@ -95,12 +95,12 @@ def test_a_whole_matrix_gets_the_same_codes_and_scales(scheme: Scheme) -> None:
 
 def test_what_a_job_runs_is_compiled_before_its_memory_is_foretold() -> None:
     loops = column_loops(torch.device("cpu"))
-    known = [len(kernel.signatures) for kernel in (cpu_numba_gptq._round, cpu_numba_gptq._descend)]
+    known = [len(kernel.signatures) for kernel in (kernels._round, kernels._descend)]
     for scheme in (Scheme(4, 64, False), Scheme(4, None, True)):
         gptq(numbers(80, 128, seed=0), moments(128, 80).double(), scheme, loops=loops)
-    assert [len(kernel.signatures) for kernel in (cpu_numba_gptq._round, cpu_numba_gptq._descend)] == known == [1, 1]
+    assert [len(kernel.signatures) for kernel in (kernels._round, kernels._descend)] == known == [1, 1]
 
 
 def test_a_numba_that_does_not_work_leaves_the_loops_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "available", lambda: False)
+    monkeypatch.setattr(worker_threads, "available", lambda: False)
     assert column_loops(torch.device("cpu")) == Loops()

@@ -24,9 +24,9 @@ from triton_cases import (
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
-from quantkit.runtime.kernels.tiles import Tile
-from quantkit.runtime.kernels.triton_layout import TritonWeight, join_rows
-from quantkit.runtime.linear import QuantLinear, use_packed_kernels
+from quantkit.runtime.kernels.triton.layout import TritonWeight, join_rows
+from quantkit.runtime.kernels.triton.tile_table import Tile
+from quantkit.runtime.layers.linear import QuantLinear, use_packed_kernels
 
 GEMM, SPLIT, GEMV = Tile("gemm", 64, 16), Tile("gemm", 32, 16, split=3), Tile("gemv", 32, split=2)
 
@@ -60,15 +60,15 @@ else:
 
     def test_packed_kernels_of_an_evaluation_do_not_dequantize_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         """They stand for what decodes: a product of dequantized, rounded weights would be other numbers."""
-        from quantkit.runtime.kernels import triton_linear
-        from quantkit.runtime.kernels.tiles import choose_tile
+        from quantkit.runtime.kernels.triton import launch
+        from quantkit.runtime.kernels.triton.tile_table import choose_tile
 
         q = quantized(Scheme(4, 64, False), (64, 128))
         layer, x = QuantLinear(TritonWeight(q)), inputs(400, 128, torch.bfloat16, "cpu")
         assert choose_tile(layer.packed, 400, x.dtype).kernel == "dequantize"
         use_packed_kernels(layer)
-        run, tiles = triton_linear.run, []
-        monkeypatch.setattr(triton_linear, "run", lambda *given: tiles.append(given[3]) or run(*given))
+        run, tiles = launch.run, []
+        monkeypatch.setattr(launch, "run", lambda *given: tiles.append(given[3]) or run(*given))
         y = layer(x).double()
         (tile,) = tiles
         assert (tile.kernel, tile.block_m, tile.scale_w) == ("gemm", 64, True)  # scale_w: groups of 64 are that fine
@@ -96,7 +96,7 @@ else:
             check(q, TritonWeight(q), inputs(3, shape[1], dtype, "cpu"), tile, bias)
 
     def test_dequantized_rows_of_a_table_are_exact_in_float32_and_close_below() -> None:
-        from quantkit.runtime.kernels.triton_linear import dequantize_rows
+        from quantkit.runtime.kernels.triton.dequant import dequantize_rows
 
         for kind, off in (("nf4", 2.1e-4), ("fp4", 0.0)):
             q = looked_up(kind, (70, 192), 64)
@@ -109,19 +109,19 @@ else:
                 assert bool(((rows - expected[64:]).abs() <= slack).all())
 
     def test_a_split_sum_is_the_same_every_time_and_leaves_its_counters_at_zero() -> None:
-        from quantkit.runtime.kernels import triton_linear
+        from quantkit.runtime.kernels.triton import launch
 
         q = quantized(Scheme(4, 32), (64, 1024))
         packed, x = TritonWeight(q), inputs(2, 1024, torch.bfloat16, "cpu")
-        first = triton_linear.run(x, packed, None, SPLIT)
-        assert torch.equal(first, triton_linear.run(x, packed, None, SPLIT))
-        assert all(not bool(lock.any()) for lock in triton_linear._locks.values())
-        assert triton_linear._locks
+        first = launch.run(x, packed, None, SPLIT)
+        assert torch.equal(first, launch.run(x, packed, None, SPLIT))
+        assert all(not bool(lock.any()) for lock in launch._locks.values())
+        assert launch._locks
 
     @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
     @pytest.mark.parametrize("tile", [GEMM, GEMV, Tile("dequantize")], ids=lambda tile: tile.kernel)
     def test_a_pair_is_activated_in_the_same_kernel(activation: str, tile: Tile) -> None:
-        from quantkit.runtime.kernels.triton_linear import run
+        from quantkit.runtime.kernels.triton.launch import run
 
         q = join_rows([quantized(Scheme(4, 64, False), (64, 192), seed) for seed in (1, 2)])
         x, bias = (
@@ -139,7 +139,7 @@ else:
         assert float((y.double() - expected).abs().max()) < 2e-3 * float(expected.abs().max())
 
     def test_dequantized_and_looked_up_rows_are_those_of_the_reference() -> None:
-        from quantkit.runtime.kernels.triton_linear import dequantize_rows
+        from quantkit.runtime.kernels.triton.dequant import dequantize_rows
 
         for scheme in (Scheme(4, 64, False), Scheme(8, 64, False), Scheme(2, None)):
             q = quantized(scheme, (70, 200))
@@ -152,7 +152,7 @@ else:
                     assert bool(((rows.float() - wanted).abs() <= ROUNDING[dtype] * wanted.abs()).all())
 
     def test_what_the_kernels_do_not_take_is_refused() -> None:
-        from quantkit.runtime.kernels.triton_linear import run
+        from quantkit.runtime.kernels.triton.launch import run
 
         q: QuantTensor = quantized(Scheme(4, 64), (64, 128))
         with pytest.raises(RequestError, match="float64"):

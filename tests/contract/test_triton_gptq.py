@@ -29,7 +29,7 @@ else:
         ids=str,
     )
     def test_codes_are_those_of_the_loop(scheme: Scheme, shape: tuple[int, int]) -> None:
-        from quantkit.runtime.kernels import triton_gptq
+        from quantkit.runtime.kernels.triton import gptq as kernel
 
         generator = torch.Generator().manual_seed(shape[0])
         weight = torch.randn(shape, generator=generator)
@@ -37,20 +37,19 @@ else:
         options = GPTQOptions(scales="minmax")
         hessian = x.t() @ x / 300
         plain = gptq(weight, hessian, scheme, options).quantized
-        assert gptq(weight, hessian, scheme, options, Loops(triton_gptq.round_columns)).quantized.equal(plain)
+        assert gptq(weight, hessian, scheme, options, Loops(kernel.round_columns)).quantized.equal(plain)
 
     @pytest.mark.parametrize("transposed", [False, True])
     def test_errors_are_those_of_the_loop_wherever_the_factor_lies(transposed: bool) -> None:
-        from quantkit.runtime.kernels import triton_gptq
+        from quantkit.runtime.kernels.triton import gptq as kernel
 
         generator = torch.Generator().manual_seed(0)
         rest = torch.randn(48, 40, generator=generator)
-        wide = torch.triu(0.1 * torch.rand(48, 70, generator=generator)) + torch.eye(
-            48, 70
-        )  # a block of a wider factor
+        # a block of a wider factor
+        wide = torch.triu(0.1 * torch.rand(48, 70, generator=generator)) + torch.eye(48, 70)
         step, offset = torch.rand(48, 40, generator=generator) * 0.2 + 0.01, torch.full((48, 40), 8.0)
         wide = wide.t().contiguous().t() if transposed else wide
-        codes, errors = triton_gptq.round_columns(rest.clone(), wide[:, :48], step, offset, 15)
+        codes, errors = kernel.round_columns(rest.clone(), wide[:, :48], step, offset, 15)
         expected = round_columns(rest.clone(), wide[:, :48], step, offset, 15)
         assert torch.equal(codes, expected[0])
         assert torch.equal(errors, expected[1])

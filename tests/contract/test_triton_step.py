@@ -8,8 +8,8 @@ from step_cases import check_pack, check_rotary, noise, packed_of, pages_of
 from triton_cases import INTERPRETED, passes_in_the_interpreter
 
 from quantkit.core.kvscheme import KVScheme
-from quantkit.runtime.kernels import step
-from quantkit.runtime.kernels.step import Heads
+from quantkit.runtime.kernels import decode_reference
+from quantkit.runtime.kernels.decode_reference import Heads
 
 F32, BF16 = torch.float32, torch.bfloat16
 CLOSE = {
@@ -29,13 +29,13 @@ else:
     @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
     @pytest.mark.parametrize("kind", ["first", "added", "sandwich"])
     def test_an_addition_and_its_norm(kind: str, dtype: torch.dtype) -> None:
-        from quantkit.runtime.kernels.triton_step import add_norm
+        from quantkit.runtime.kernels.triton.step import add_norm
 
         residual = noise(3, 200)
         delta = None if kind == "first" else noise(3, 230, seed=1).to(dtype)[:, :200]
         after = noise(200, seed=2) if kind == "sandwich" else None
         expected_sum = residual.clone()
-        expected = step.add_norm(expected_sum, delta, after, noise(200, seed=3), 1e-5, dtype)
+        expected = decode_reference.add_norm(expected_sum, delta, after, noise(200, seed=3), 1e-5, dtype)
         found = add_norm(residual, delta, after, noise(200, seed=3), 1e-5, dtype)
         assert found.dtype == dtype
         torch.testing.assert_close(residual, expected_sum, **CLOSE[F32])
@@ -43,12 +43,12 @@ else:
 
     @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
     def test_an_activation(act: str) -> None:
-        from quantkit.runtime.kernels.triton_step import activated
+        from quantkit.runtime.kernels.triton.step import activated
 
         both = 3 * noise(3, 2500)
         torch.testing.assert_close(
             activated(both[:, :1250], both[:, 1250:], act),
-            step.activated(both[:, :1250], both[:, 1250:], act),
+            decode_reference.activated(both[:, :1250], both[:, 1250:], act),
             **CLOSE[F32],
         )
 
@@ -57,7 +57,7 @@ else:
         check_rotary(dim, width, norm, F32, "cpu", CLOSE[F32])
 
     def test_nothing_is_written_where_there_is_no_sequence() -> None:
-        from quantkit.runtime.kernels.triton_step import rotary_and_cache
+        from quantkit.runtime.kernels.triton.step import rotary_and_cache
 
         heads = Heads(2, 1, 16, 1.0)
         pages, stored = pages_of([0, 0], 5, heads, F32, "cpu")
@@ -73,12 +73,12 @@ else:
         ids=["one", "page", "long16", "long", "window"],
     )
     def test_attention_over_pages(length: int, window: int, dtype: torch.dtype) -> None:
-        from quantkit.runtime.kernels.triton_attention import Workspace, attend
+        from quantkit.runtime.kernels.triton.attention import Workspace, attend
 
         heads = Heads(3, 1, 48, 48**-0.5)
         pages, stored = pages_of([0, min(length, 190)], length, heads, dtype, "cpu", window=window)
         q = noise(2, 3, 48, seed=1).to(dtype)
-        expected = step.attend(q, pages, heads, stored)
+        expected = decode_reference.attend(q, pages, heads, stored)
         space = Workspace(2, heads, 4, q.device)
         assert space.parts == 4
         found = attend(q, pages, heads, space)
@@ -99,13 +99,13 @@ else:
     def test_attention_over_packed_pages(
         bits: int | str, dim: int, length: int, window: int, dtype: torch.dtype
     ) -> None:
-        from quantkit.runtime.kernels.triton_attention import Workspace, attend
+        from quantkit.runtime.kernels.triton.attention import Workspace, attend
 
         heads = Heads(6, 2, dim, dim**-0.5)
         scheme = KVScheme.of(bits)
         pages, stored = packed_of([0, 70, -1], length, heads, dtype, "cpu", scheme, window=window)
         q = noise(3, 6, dim, seed=1).to(dtype)
-        expected = step.attend(q, pages, heads, stored)
+        expected = decode_reference.attend(q, pages, heads, stored)
         space = Workspace(3, heads, 6, q.device, scheme.groups(dim))
         assert space.parts == 4
         found = attend(q, pages, heads, space)
@@ -126,12 +126,12 @@ else:
         check_pack(KVScheme.of(bits), dim, dtype, "cpu")
 
     def test_attention_leaves_alone_what_is_no_sequence() -> None:
-        from quantkit.runtime.kernels.triton_attention import Workspace, attend
+        from quantkit.runtime.kernels.triton.attention import Workspace, attend
 
         heads = Heads(2, 2, 16, 0.25)
         pages, stored = pages_of([-1, 3], 70, heads, F32, "cpu")
         q = noise(2, 2, 16)
         found = attend(q, pages, heads, Workspace(2, heads, 4, q.device))
-        torch.testing.assert_close(found, step.attend(q, pages, heads, stored), **CLOSE[F32])
+        torch.testing.assert_close(found, decode_reference.attend(q, pages, heads, stored), **CLOSE[F32])
         assert not bool(found[0].any())
         assert bool(found[1].any())

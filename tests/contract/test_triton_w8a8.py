@@ -23,7 +23,7 @@ else:
     @pytest.mark.parametrize("tokens", [1, 3, 16, 17, 33])
     @pytest.mark.parametrize("shape", [(64, 256), (131, 200), (33, 577)], ids=str)
     def test_kernels_agree_over_tokens_and_shapes(tokens: int, shape: tuple[int, int]) -> None:
-        from quantkit.runtime.kernels.triton_w8a8 import linear_w8a8_triton
+        from quantkit.runtime.kernels.triton.w8a8 import linear_w8a8_triton
 
         weight = W8A8Weight(quantized(W8A8, shape))
         bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(2))
@@ -35,7 +35,7 @@ else:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_results_come_in_the_dtype_of_the_inputs(dtype: torch.dtype) -> None:
-        from quantkit.runtime.kernels.triton_w8a8 import linear_w8a8_triton
+        from quantkit.runtime.kernels.triton.w8a8 import linear_w8a8_triton
 
         weight, x = W8A8Weight(quantized(W8A8, (70, 192))), inputs(5, 192, dtype, "cpu")
         y, expected = linear_w8a8_triton(x, weight, None), linear_w8a8(x, weight, None)
@@ -43,7 +43,7 @@ else:
         torch.testing.assert_close(y, expected, rtol=2.0**-6, atol=0)  # the interpreter cuts off where torch rounds
 
     def test_codes_and_scales_are_the_definitions_bit_for_bit() -> None:
-        from quantkit.runtime.kernels.triton_w8a8 import round_tokens
+        from quantkit.runtime.kernels.triton.w8a8 import round_tokens
 
         x = inputs(9, 3000, torch.float32, "cpu")
         x[0] = torch.arange(3000).float() % 255 - 127  # whole numbers
@@ -58,7 +58,7 @@ else:
 
     @pytest.mark.filterwarnings("ignore:invalid value")  # numpy says it, a device does not
     def test_a_token_that_is_not_finite_spoils_itself_only() -> None:
-        from quantkit.runtime.kernels.triton_w8a8 import linear_w8a8_triton
+        from quantkit.runtime.kernels.triton.w8a8 import linear_w8a8_triton
 
         weight, x = W8A8Weight(quantized(W8A8, (40, 128))), inputs(3, 128, torch.float32, "cpu")
         x[0, 5], x[2, 7] = float("nan"), float("inf")

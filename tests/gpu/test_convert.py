@@ -17,11 +17,11 @@ from architectures import tiny_model
 import quantkit
 from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq
 from quantkit.calibrate.capture import advance, observe
-from quantkit.calibrate.transfer import hold
-from quantkit.checkpoint.source import open_source
+from quantkit.calibrate.transfer import offload
+from quantkit.checkpoint.open import open_source
 from quantkit.core.scheme import Scheme
 from quantkit.formats.reader import QuantizedReader
-from quantkit.model.stepper import Call
+from quantkit.model.stepper import BlockArguments
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ def problem(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     "scheme", [Scheme(4, 64, False), Scheme(4, 128, True), Scheme(8, None, True)], ids=Scheme.describe
 )
 def test_the_kernel_decides_what_the_cpus_loop_decides(scheme: Scheme, shape: tuple[int, int]) -> None:
-    from quantkit.runtime.kernels.triton_gptq import round_columns
+    from quantkit.runtime.kernels.triton.gptq import round_columns
 
     weight, hessian = problem(*shape)
     options = GPTQOptions(scales="minmax")
@@ -60,11 +60,11 @@ def test_states_travel_while_a_block_works_and_arrive_whole() -> None:
     start = torch.randn(40, 16, 256, generator=torch.Generator().manual_seed(0))
     found = {}
     for device in ("cpu", "cuda"):
-        states = [hold(batch.clone(), torch.device(device)) for batch in start.split(1)]
+        states = [offload(batch.clone(), torch.device(device)) for batch in start.split(1)]
         block.to(device)
-        (hessian,) = observe(block, states, Call((), {}), [("0",)])
+        (hessian,) = observe(block, states, BlockArguments((), {}), [("0",)])
         for _ in range(3):
-            advance(block, states, Call((), {}))
+            advance(block, states, BlockArguments((), {}))
         found[device] = torch.cat(states), hessian.result().double().cpu()
     for here, there in zip(found["cpu"], found["cuda"], strict=True):
         torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-5)
@@ -112,14 +112,10 @@ def test_a_killed_job_goes_on_with_the_same_bytes(source: Path, tmp_path: Path) 
     options = {**SMALL, "calibration": str(tmp_path / "text.txt"), "device": "cuda"}
     quantkit.convert(source, out=tmp_path / "whole", **options)
     code = (
-        "import os, signal, quantkit\nfrom quantkit.convert import run, states\nstates.EVERY, states.SHARE = 0.0, 0\n"
-        "advance, count = run.advance, []\n"
-        "def killed(*given):\n"
-        "    count.append(1)\n"
-        "    if len(count) == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    advance(*given)\n"
-        "run.advance = killed\n"
-        f"quantkit.convert({str(source)!r}, out={str(tmp_path / 'out')!r}, **{options!r})\n"
+        "import os, signal, quantkit\nfrom quantkit.convert.job import states\nstates.EVERY, states.SHARE = 0.0, 0\n"
+        "def killed(progress):\n"
+        "    if (progress.stage, progress.done) == ('blocks', 2): os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"quantkit.convert({str(source)!r}, out={str(tmp_path / 'out')!r}, on_progress=killed, **{options!r})\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == -signal.SIGKILL
@@ -132,13 +128,19 @@ def test_a_killed_job_goes_on_with_the_same_bytes(source: Path, tmp_path: Path) 
 
 
 def test_six_bf16_products_are_a_float32_product() -> None:
-    from quantkit.calibrate.products import choose_products, gram_factors, multiply, products, split_product
+    from quantkit.calibrate.matmul_precision import (
+        choose_precision,
+        gram_factors,
+        matmul_precision,
+        multiply,
+        split_product,
+    )
 
     generator = torch.Generator(CUDA).manual_seed(0)
     left, right = (torch.randn(size, device=CUDA, generator=generator) for size in ((512, 4096), (4096, 768)))
     exact = left.double() @ right.double()
     assert float((split_product(left, right, "bf16x6").double() - exact).norm() / exact.norm()) < 3e-6
-    with products(choose_products("auto", CUDA)):
+    with matmul_precision(choose_precision("auto", CUDA)):
         first, second = gram_factors(left)
         gram, exact = multiply(first.t(), second), left.double().t() @ left.double()
     assert float((gram.double() - exact).norm() / exact.norm()) < 3e-6
@@ -148,8 +150,8 @@ def test_six_bf16_products_are_a_float32_product() -> None:
 @pytest.mark.parametrize("products", ["float32", "bf16x6"])
 def test_a_real_model_gets_the_codes_of_the_cpu(products: str, smollm2: Path, wikipedia: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = dict(samples=16, seq_len=512, group_size=64, calibration="wikipedia-sample")
-    quantkit.convert(smollm2, out=tmp_path / "cpu", device="cpu", products="float32", **options)
-    report = quantkit.convert(smollm2, out=tmp_path / "cuda", device="cuda", products=products, **options)
+    quantkit.convert(smollm2, out=tmp_path / "cpu", device="cpu", matmul_precision="float32", **options)
+    report = quantkit.convert(smollm2, out=tmp_path / "cuda", device="cuda", matmul_precision=products, **options)
     assert report.peak_device_bytes < 2 * 10**9
     whole = equal_codes(tmp_path / "cpu", tmp_path / "cuda")
     print(f"{products}: {whole:.4%} of all codes equal")

@@ -12,12 +12,12 @@ from step_models import greedy_logits, packed, requantize, tiny
 
 from quantkit.core.kvscheme import KVScheme
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.engine import Generation, run
-from quantkit.runtime.kernels import step
-from quantkit.runtime.kernels.step import Heads
+from quantkit.runtime.generate.loop import Generation, run
+from quantkit.runtime.generate.sampling import GenerationOptions
+from quantkit.runtime.kernels import decode_reference
+from quantkit.runtime.kernels.decode_reference import Heads
+from quantkit.runtime.layers.fused import fuse_linears
 from quantkit.runtime.load import load
-from quantkit.runtime.sampling import GenerationOptions
-from quantkit.runtime.siblings import join_siblings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,14 +37,14 @@ CASES = [(128, BF16), (64, BF16), (16, F32), (64, F32), (128, F32), (96, FP16), 
 @pytest.mark.parametrize(("dim", "dtype"), CASES)
 @pytest.mark.parametrize(("length", "window"), [(0, 0), (1000, 0), (1000, 300)])
 def test_attention_equals_its_definition(length: int, window: int, dim: int, dtype: Any) -> None:
-    from quantkit.runtime.kernels.triton_attention import Workspace, attend
+    from quantkit.runtime.kernels.triton.attention import Workspace, attend
 
     heads = Heads(8, 2, dim, dim**-0.5)
     pages, stored = pages_of([0, min(length, 790)], length, heads, dtype, "cuda", window=window)
     q = noise(2, 8, dim, seed=1).to("cuda", dtype)
     space = Workspace(2, heads, 132, q.device)
     found = attend(q, pages, heads, space)
-    torch.testing.assert_close(found, step.attend(q, pages, heads, stored), **CLOSE[dtype])
+    torch.testing.assert_close(found, decode_reference.attend(q, pages, heads, stored), **CLOSE[dtype])
     for _ in range(20):
         assert torch.equal(attend(q, pages, heads, space), found)  # whichever part comes last
     assert not bool(space.lock.any())
@@ -61,7 +61,7 @@ def test_attention_equals_its_definition(length: int, window: int, dim: int, dty
 def test_attention_over_packed_pages_equals_its_definition(
     length: int, window: int, bits: int | str, dim: int, dtype: Any
 ) -> None:
-    from quantkit.runtime.kernels.triton_attention import Workspace, attend
+    from quantkit.runtime.kernels.triton.attention import Workspace, attend
 
     heads, scheme = Heads(16, 2, dim, dim**-0.5), KVScheme.of(bits)
     pages, stored = packed_of(
@@ -71,7 +71,7 @@ def test_attention_over_packed_pages_equals_its_definition(
     space = Workspace(3, heads, 132, q.device, scheme.groups(dim))
     found = attend(q, pages, heads, space)
     close = dict(rtol=1e-3, atol=1e-3) if dtype == F32 else CLOSE[BF16]  # codes in tf32; in float16 beside it
-    torch.testing.assert_close(found, step.attend(q, pages, heads, stored), **close)
+    torch.testing.assert_close(found, decode_reference.attend(q, pages, heads, stored), **close)
     for _ in range(20):
         assert torch.equal(attend(q, pages, heads, space), found)
     assert not bool(space.lock.any())
@@ -90,17 +90,17 @@ def test_rotary_and_the_cache_write_equal_their_definition(dim: int, width: int,
 
 @pytest.mark.parametrize("dtype", list(CLOSE), ids=str)
 def test_norms_and_activations_equal_their_definitions(dtype: Any) -> None:
-    from quantkit.runtime.kernels.triton_step import activated, add_norm
+    from quantkit.runtime.kernels.triton.step import activated, add_norm
 
     residual, delta = noise(3, 4096).cuda(), noise(3, 4096, seed=1).to("cuda", dtype)
     after, weight = noise(4096, seed=2).cuda(), noise(4096, seed=3).cuda()
     copy = residual.clone()
-    expected = step.add_norm(copy, delta, after, weight, 1e-5, dtype)
+    expected = decode_reference.add_norm(copy, delta, after, weight, 1e-5, dtype)
     torch.testing.assert_close(add_norm(residual, delta, after, weight, 1e-5, dtype), expected, **CLOSE[dtype])
     torch.testing.assert_close(residual, copy, rtol=1e-4, atol=1e-4)
     for act in ("silu", "gelu_tanh"):
         torch.testing.assert_close(
-            activated(delta, delta.flip(0), act), step.activated(delta, delta.flip(0), act), **CLOSE[dtype]
+            activated(delta, delta.flip(0), act), decode_reference.activated(delta, delta.flip(0), act), **CLOSE[dtype]
         )
 
 
@@ -131,15 +131,15 @@ def test_captured_steps_answer_as_the_cpu_does(kind: str, kv_bits: int | str) ->
             assert {row: done.tokens for row, done in answers(gpu, options).items()} == {
                 row: done.tokens for row, done in expected.items()
             }
-    assert gpu.loop.broken == ""
-    assert all(slot.graphs for slot in gpu.loop._slots.values())
+    assert gpu.graph_decoder.broken == ""
+    assert all(slot.graphs for slot in gpu.graph_decoder._slots.values())
 
 
 def test_bf16_logits_stay_near_those_of_float32() -> None:
     ids = torch.randint(3, 90, (2, 150), generator=torch.Generator().manual_seed(1))
     expected = greedy_logits(packed(tiny("llama"), Scheme(4, 32, False)), ids, 100).log_softmax(-1)
     model = packed(tiny("llama", device="cuda", dtype=torch.bfloat16, graphs=True), Scheme(4, 32, False))
-    assert model.lean is not None
+    assert model.fast_step is not None
     found = greedy_logits(model, ids.cuda(), 100).float().cpu().log_softmax(-1)
     assert float((expected.exp() * (expected - found)).sum(-1).max()) < 0.02
 
@@ -150,7 +150,7 @@ def test_w8a8_and_dense_linears_are_captured_too() -> None:
         for model in models:
             if scheme is not None:
                 requantize(model, scheme)
-            join_siblings(model.module, model.device)
+            fuse_linears(model.module, model.device)
         assert models[1].decoding == "graph"
         first, second = (answers(model, OPTIONS[:1])[0].tokens for model in models)
         assert first == second
@@ -163,7 +163,7 @@ def test_a_step_waits_for_nothing() -> None:
     pieces = run(model, [PROMPTS[0]], [OPTIONS[2]], end_tokens=(), context=None)
     for _ in range(3):
         next(pieces)
-    (slot,) = model.loop._slots.values()
+    (slot,) = model.graph_decoder._slots.values()
     (mode,) = slot.graphs
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -189,7 +189,7 @@ def test_without_graphs_and_without_a_short_step_the_tokens_are_the_same() -> No
 def test_what_cannot_be_captured_is_said_and_runs_launch_by_launch() -> None:
     model = tiny("llama", device="cuda", graphs=True)
     expected = answers(tiny("llama", device="cuda"), OPTIONS[:1])[0].tokens
-    loop = model.loop
+    loop = model.graph_decoder
     head = loop.head
     loop.head = lambda hidden: head(hidden) * float(hidden.isfinite().any().cpu() | True)  # waits for the device
     with pytest.warns(UserWarning, match="cannot be captured"):
@@ -203,7 +203,7 @@ def test_two_hundred_captured_tokens_of_a_real_model_equal_those_of_the_cpu(smol
     for device in ("cpu", "cuda"):
         model = load(smollm2, device=device, dtype="float32")
         requantize(model, Scheme(4, 64, False))
-        join_siblings(model.module, model.device)
+        fuse_linears(model.module, model.device)
         texts.append(model.generate("The history of the river begins", max_tokens=200, ignore_eos=True).tokens)
     assert model.decoding == "graph"
     assert len(texts[0]) == 200

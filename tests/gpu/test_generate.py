@@ -11,8 +11,8 @@ from architectures import tiny_model
 from step_models import requantize
 
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.attention import transformers_cache
-from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
+from quantkit.runtime.layers.linear import QuantLinear
 from quantkit.runtime.load import load
 
 pytestmark = [

@@ -7,9 +7,9 @@ import torch
 from triton_cases import SCHEMES, SHAPES, TOKENS, check, inputs, looked_up, quantized
 
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.kernels.tiles import Tile, choose_tile
-from quantkit.runtime.kernels.triton_layout import TritonWeight, join_rows
-from quantkit.runtime.linear import linear, pack
+from quantkit.runtime.kernels.triton.layout import TritonWeight, join_rows
+from quantkit.runtime.kernels.triton.tile_table import Tile, choose_tile
+from quantkit.runtime.layers.linear import linear, pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,7 +97,7 @@ def test_dequantized_rows_are_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("tile", [Tile("gemm", 128, 16, split=2), Tile("gemv", 64), Tile("dequantize")], ids=str)
 def test_a_pair_is_activated_in_the_same_kernel(tile: Tile) -> None:
-    from quantkit.runtime.kernels.triton_linear import run
+    from quantkit.runtime.kernels.triton.launch import run
 
     q = join_rows([quantized(Scheme(4, 64, False), (192, 1024), seed) for seed in (1, 2)])
     x = inputs(3, 1024, torch.bfloat16, "cuda")
@@ -110,7 +110,7 @@ def test_a_pair_is_activated_in_the_same_kernel(tile: Tile) -> None:
 def test_split_sums_repeat_bit_for_bit_and_in_a_graph() -> None:
     q = quantized(Scheme(4, 128), (256, 4096))
     packed, x = TritonWeight(q, CUDA), inputs(4, 4096, torch.bfloat16, "cuda").contiguous()
-    from quantkit.runtime.kernels.triton_linear import run
+    from quantkit.runtime.kernels.triton.launch import run
 
     tile = Tile("gemm", 32, 16, split=4)
     first = run(x, packed, None, tile)

@@ -9,7 +9,7 @@ from triton_cases import ROUNDING, inputs, quantized
 from quantkit.core.activations import quantize_tokens
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels.w8a8 import W8A8Weight, linear_w8a8
-from quantkit.runtime.linear import linear, pack
+from quantkit.runtime.layers.linear import linear, pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def test_kernels_agree_with_the_reference(tokens: int, shape: tuple[int, int], d
 
 
 def test_codes_and_scales_are_the_definitions_bit_for_bit() -> None:
-    from quantkit.runtime.kernels.triton_w8a8 import round_tokens
+    from quantkit.runtime.kernels.triton.w8a8 import round_tokens
 
     x = inputs(64, 3000, torch.float32, "cuda")
     codes, scales = round_tokens(x)

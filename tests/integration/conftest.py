@@ -74,6 +74,15 @@ def quantkit() -> Callable[..., Any]:
 
 
 @pytest.fixture
+def states_after_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job keeps the states in front of every block, however little time it has worked since the last."""
+    from quantkit.convert.job import states
+
+    monkeypatch.setattr(states, "EVERY", 0.0)
+    monkeypatch.setattr(states, "SHARE", 0)
+
+
+@pytest.fixture
 def precisions_seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], set[str]]:
     """``watch(module, function)`` -> in which precision oneDNN multiplied float32 matrices whenever that function was called."""
     mkldnn: Any = torch.backends.mkldnn  # torch's types do not know its parts

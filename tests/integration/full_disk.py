@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import quantkit
-import quantkit.convert.sample
-import quantkit.convert.states
+import quantkit.convert.job.states
+import quantkit.convert.output.smoke_test
 from quantkit.errors import QuantkitError
 
 SIZE = 4 << 20
@@ -96,8 +96,8 @@ class Case:
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
-    quantkit.convert.states.EVERY, quantkit.convert.states.SHARE = 0.0, 0
-    quantkit.convert.sample.NEW_TOKENS = 2
+    quantkit.convert.job.states.EVERY, quantkit.convert.job.states.SHARE = 0.0, 0
+    quantkit.convert.output.smoke_test.NEW_TOKENS = 2
     folder = Path(task["folder"])
     quantkit.convert(task["source"], out=folder / "native", method="rtn", group_size=32, format="native")
     for name, options in (("wanted-repack", repack(task)), ("wanted", conversion(task))):

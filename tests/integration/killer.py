@@ -258,11 +258,12 @@ class Job:
 
 
 def main() -> None:
-    import quantkit.convert.sample
-    import quantkit.convert.states
+    import quantkit.convert.job.states
+    import quantkit.convert.output.smoke_test
 
-    quantkit.convert.states.EVERY, quantkit.convert.states.SHARE = 0.0, 0
-    quantkit.convert.sample.NEW_TOKENS = 2  # loading the result is part of the job; its text is not looked at here
+    quantkit.convert.job.states.EVERY, quantkit.convert.job.states.SHARE = 0.0, 0
+    # loading the result is part of the job; its text is not looked at here
+    quantkit.convert.output.smoke_test.NEW_TOKENS = 2
     torch.set_num_threads(1)
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     watch = Watch()

@@ -15,20 +15,23 @@ from typing import Any
 import pytest
 import torch
 from architectures import tiny_model as tiny_architecture
+from stopping import stop_at, watch
 from transformers import AutoTokenizer
-from written import schemes
+from written import digest, schemes
 
 import quantkit as qk
 from quantkit.algorithms.awq import rough_factors
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.convert import settle
-from quantkit.convert.allocation import kept_bytes
-from quantkit.convert.allocation import stored_bytes as target_bytes
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
-from quantkit.convert.probe import Measured, Probe, _factors
-from quantkit.convert.rules import fused_groups
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.options.rules import fused_groups
+from quantkit.convert.plan.bit_budget import kept_bytes
+from quantkit.convert.plan.bit_budget import stored_bytes as target_bytes
+from quantkit.convert.plan.plan import make_plan
+from quantkit.convert.report.bit_budget import summary
+from quantkit.convert.results import Measured
+from quantkit.convert.stages import decide
+from quantkit.convert.stages.sensitivity import SensitivityPass, _factors
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.evaluate.sizes import measure_sizes, stored_bytes
@@ -99,24 +102,26 @@ def test_whatever_is_measured_the_size_holds_and_what_is_fused_shares_a_scheme(
     asked = {"method": "rtn", "calibration": str(calibration_text), "target_bpw": 8.5, **options, **SMALL}
     plan = make_plan(ConvertOptions(str(source), tmp_path / "out", **asked))
     assert not plan.problems
-    assert plan.allocation is not None
-    before, free = plan.targets, {name for unit in plan.allocation.units for name in unit.members}
+    assert plan.budget is not None
+    before, free = plan.targets, {name for unit in plan.budget.units for name in unit.members}
     draw = random.Random(0)
     for point in range(30):
-        damage = [[draw.random() ** 4 for _ in unit.options] for unit in plan.allocation.units]
-        budget = plan.allocation.least + (plan.allocation.most - plan.allocation.least) * point // 29
-        one = replace(plan, allocation=replace(plan.allocation, budget=budget))
-        measured = Measured(damage, [])
+        sensitivity = [[draw.random() ** 4 for _ in unit.options] for unit in plan.budget.units]
+        budget = plan.budget.least + (plan.budget.most - plan.budget.least) * point // 29
+        one = replace(plan, budget=replace(plan.budget, budget=budget))
+        measured = Measured(sensitivity, [])
         work: Any = SimpleNamespace(finished=None, measured=lambda found=measured: found)
-        settle.settle(one, work, lambda done, total: None)
-        assert one.allocated is not None
-        written = sum(target_bytes(one.format, target) for target in one.targets.values())
-        kept = sum(kept_bytes(one.weights, before[name]) for name in free if name not in one.targets)
+        decisions = decide.decide(one, one.inputs, work, lambda done, total: None)
+        assert one.budget is not None
+        assert decisions.choice is not None
+        size = summary(one.budget, decisions.choice, before)["bytes"]
+        written = sum(target_bytes(one.format, target) for target in decisions.targets.values())
+        kept = sum(kept_bytes(one.weights, before[name]) for name in free if name not in decisions.targets)
         ruled = sum(target_bytes(one.format, target) for name, target in before.items() if name not in free)
-        assert one.allocated["bytes"] == plan.allocation.fixed - ruled + written + kept <= budget
-        assert {name: before[name] for name in before if name not in free}.items() <= one.targets.items()
+        assert size == plan.budget.fixed - ruled + written + kept <= budget
+        assert {name: before[name] for name in before if name not in free}.items() <= decisions.targets.items()
         shared: dict[Any, set[str]] = {}
-        for target in (one.targets[name] for name in free & one.targets.keys()):
+        for target in (decisions.targets[name] for name in free & decisions.targets.keys()):
             for group in fused_groups(target.name):
                 shared.setdefault(group, set()).add(target.scheme.describe())
         assert shared
@@ -154,19 +159,18 @@ def test_rules_win_and_the_rest_is_allocated(tiny_original: Path, calibration_te
 
 
 def test_a_stopped_job_chooses_the_same_without_measuring_again(
-    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = dict(method="gptq", format="native", target_bpw=4.25)
     convert(tiny_original, tmp_path / "whole", calibration_text, **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(settle, "chosen_targets", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            convert(tiny_original, tmp_path / "out", calibration_text, **options)
-    assert not list((tmp_path / ".out.work").glob("probe*"))
-    monkeypatch.setattr(Probe, "measure", lambda *rest: pytest.fail("measured again"))
-    convert(tiny_original, tmp_path / "out", calibration_text, resume=True, **options)
-    for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny_original, tmp_path / "out", calibration_text, on_progress=stop_at("chosen", 1), **options)
+    assert set(digest(tmp_path / ".out.work")) == {"job.json", "lock", "measured.json"}
+    stages: list[str] = []
+    convert(tiny_original, tmp_path / "out", calibration_text, resume=True, on_progress=watch(stages), **options)
+    assert "blocks" in stages
+    assert "measure" not in stages
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
 def test_states_that_a_killed_job_left_behind_are_not_read(
@@ -174,15 +178,15 @@ def test_states_that_a_killed_job_left_behind_are_not_read(
 ) -> None:
     options: dict[str, Any] = dict(method="rtn", format="native", target_bpw=5)
     found = []
-    measure = Probe.measure
+    measure = SensitivityPass.measure
 
-    def after_a_kill(self: Probe, *rest: Any) -> Any:
+    def after_a_kill(self: SensitivityPass, *rest: Any) -> Any:
         self.file.write_bytes(bytes(1000))
         return measure(self, *rest)
 
     for name in ("whole", "again"):
         found.append(convert(tiny_original, tmp_path / name, calibration_text, **options).allocation)
-        monkeypatch.setattr(Probe, "measure", after_a_kill)
+        monkeypatch.setattr(SensitivityPass, "measure", after_a_kill)
     assert found[0] == found[1]
 
 
@@ -310,16 +314,17 @@ def test_damage_is_that_of_scaled_channels_where_method_and_block_scale_them(
                 parameter[3] *= 30
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "source")
-    damage = []
+    found: list[Measured] = []
     for fold in (False, True):
         options = ConvertOptions(str(tmp_path / "source"), tmp_path / "out", method="gptq", fold=fold, format="native", target_bpw=6, calibration=str(calibration_text), **SMALL)  # fmt: skip
         plan, work = make_plan(options), tmp_path / f"work-{fold}"
         work.mkdir()
-        assert plan.allocation is not None
-        settle.settle(plan, SimpleNamespace(finished=None, folder=work, measured=lambda: None, keep_measured=damage.append), lambda done, total: None)  # type: ignore[arg-type]  # fmt: skip
-    plain, folded = (one.damage for one in damage)
+        assert plan.budget is not None
+        kept: Any = SimpleNamespace(finished=None, folder=work, measured=lambda: None, keep_measured=found.append)
+        decide.decide(plan, plan.inputs, kept, lambda done, total: None)
+    plain, folded = (measured.sensitivity for measured in found)
     totals = [0.0, 0.0]
-    for unit, before, after in zip(plan.allocation.units, plain, folded, strict=True):
+    for unit, before, after in zip(plan.budget.units, plain, folded, strict=True):
         if unit.members[0].endswith(scaled):
             four = next(i for i, scheme in enumerate(unit.options) if scheme is not None and scheme.bits == 4)
             totals = [totals[0] + before[four], totals[1] + after[four]]

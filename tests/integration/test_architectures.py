@@ -13,7 +13,7 @@ from architectures import ARCHITECTURES, MOE, tiny_model
 from safetensors import safe_open
 
 import quantkit as qk
-from quantkit.runtime.attention import transformers_cache
+from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
 
 PROMPT = "The old fox runs near the gate, and nobody runs twice. The small river waits"
 

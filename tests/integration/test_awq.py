@@ -15,13 +15,14 @@ from architectures import tiny_model as tiny_architecture
 from quantkit.calibrate.stats import Hessian
 from quantkit.checkpoint.source import FolderSource
 from quantkit.convert import run
-from quantkit.convert.block import BlockResult, InputGroup
-from quantkit.convert.fold import fold_block, missing_folds, probe
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import Plan, make_plan
-from quantkit.convert.run import convert
+from quantkit.convert.api import convert
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.plan import Plan, make_plan
+from quantkit.convert.results import BlockResult, InputGroup
+from quantkit.convert.stages import observe as observe_stage
+from quantkit.convert.stages.fold import Folding, few_tokens, fold_block, missing_folds
 from quantkit.formats.kv_scales import read_kv_plan
-from quantkit.model.stepper import Call, input_groups, run_block
+from quantkit.model.stepper import BlockArguments, input_groups, run_block
 from quantkit.runtime.load import load
 
 TEXT = dict(samples=8, seq_len=32, group_size=32)
@@ -118,9 +119,13 @@ def test_a_kept_linear_is_scaled_with_its_siblings(tiny_model: Path, tmp_path: P
     assert divergence(logits(tiny_model), logits(tmp_path / "out")) < 1e-4
 
 
+def folding(plan: Plan) -> Folding:
+    return Folding(method="awq", weights=plan.weights, targets=plan.targets, rewritten=plan.rewritten)
+
+
 def first_block(
     model: Path, out: Path, text: Path
-) -> tuple[Plan, torch.nn.Module, list[InputGroup], torch.Tensor, Call]:
+) -> tuple[Plan, torch.nn.Module, list[InputGroup], torch.Tensor, BlockArguments]:
     """The first block of a plan, loaded, with made-up statistics of its inputs."""
     plant_outliers(model)
     options = ConvertOptions(str(model), out, method="awq", calibration=str(text), **TEXT)  # type: ignore[arg-type]
@@ -130,7 +135,7 @@ def first_block(
     torch.manual_seed(0)
     hidden = torch.randn(1, 8, 64)
     positions = plan.model.model.rotary_emb(hidden, torch.arange(8)[None])  # type: ignore[union-attr,operator]
-    call = Call((), {"position_embeddings": positions})
+    call = BlockArguments((), {"position_embeddings": positions})
     groups = []
     for names in input_groups(block, hidden, call):
         width: Any = block.get_submodule(names[0]).in_features
@@ -147,7 +152,7 @@ def test_folding_a_block_leaves_its_function_unchanged(
     before = run_block(block, hidden, call)
     old = {group.names: group.hessian.clone() for group in groups if group.hessian is not None}
     result = BlockResult()
-    done = fold_block(plan, prefix, block, groups, hidden, call, result)
+    done = fold_block(folding(plan), prefix, block, groups, hidden, call, result)
     after = run_block(block, hidden, call)
     assert float((after - before).norm() / before.norm()) < 1e-5
     assert len(done) == len(groups) == 4
@@ -168,7 +173,7 @@ def test_statistics_that_are_not_finite_leave_one_fold_alone_and_are_noted(
     bad.hessian[2, 2] = float("inf")
     weight = block.get_parameter("mlp.down_proj.weight").clone()
     result = BlockResult()
-    done = fold_block(plan, plan.blocks.name(0), block, groups, hidden, call, result)
+    done = fold_block(folding(plan), plan.blocks.name(0), block, groups, hidden, call, result)
     assert "mlp.up_proj" not in {fold.producer for fold, _ in done}
     assert len(done) == 3
     assert torch.equal(block.get_parameter("mlp.down_proj.weight"), weight)
@@ -202,14 +207,14 @@ def test_a_spoiled_token_costs_no_fold(
 
 def test_a_probe_has_usable_tokens_only() -> None:
     states = [torch.randn(2, 6, 4), torch.randn(2, 6, 4)]
-    assert torch.equal(probe(states, 3), states[0][:1, :3])
+    assert torch.equal(few_tokens(states, 3), states[0][:1, :3])
     states[0][:, 1, 2] = float("nan")
-    assert torch.equal(probe(states, 3), states[1][:1, :3])  # the first window that begins with usable tokens
+    assert torch.equal(few_tokens(states, 3), states[1][:1, :3])  # the first window that begins with usable tokens
     states[1][:, 0, 0] = 1e30
-    assert torch.equal(probe(states, 3)[0], states[0][0, [0, 2, 3]])
+    assert torch.equal(few_tokens(states, 3)[0], states[0][0, [0, 2, 3]])
     for state in states:
         state[:] = float("inf")
-    assert probe(states, 3).shape == (1, 3, 4)
+    assert few_tokens(states, 3).shape == (1, 3, 4)
 
 
 def test_blocks_with_fewer_folds_than_their_like_are_noted() -> None:
@@ -224,7 +229,7 @@ def test_a_block_without_folds_is_noted_with_the_reasons(
     plan, block, groups, hidden, call = first_block(tiny_model, tmp_path / "out", calibration_text)
     result = BlockResult()
     hidden[0, 3] = float("nan")
-    assert fold_block(plan, plan.blocks.name(0), block, groups, hidden, call, result) == []
+    assert fold_block(folding(plan), plan.blocks.name(0), block, groups, hidden, call, result) == []
     assert [note.partition("(")[0] for note in result.notes] == ["model.layers.0: no channels can be scaled "]
     assert "input_layernorm" in result.notes[0]
 
@@ -239,13 +244,13 @@ def test_an_expert_that_no_token_reaches_is_scaled_like_the_others(
     model.half().save_pretrained(source)
     for file in tiny_original.glob("*token*"):
         shutil.copy(file, source / file.name)
-    observe, fold, done = run.observe, run.fold_block, []
+    observe, fold, done = observe_stage.observe, run.fold_block, []
 
     def unreached(block: Any, states: Any, call: Any, groups: Any, *rest: Any) -> Any:
         found = zip(groups, observe(block, states, call, groups, *rest), strict=True)
         return [Hessian(h.sum.shape[0]) if names[0].startswith(idle) else h for names, h in found]
 
-    monkeypatch.setattr(run, "observe", unreached)
+    monkeypatch.setattr(observe_stage, "observe", unreached)
     monkeypatch.setattr(run, "fold_block", lambda *args: done.extend(fold(*args)))
     report = convert(source, tmp_path / "out", method="awq", format="native", calibration=str(calibration_text), **TEXT)
     assert [layer.tokens for layer in report.layers if idle in layer.name] == [0, 0, 0]

@@ -231,8 +231,8 @@ def test_a_plan_that_does_not_fit_the_disk_is_refused_before_work(
     import shutil
     from collections import namedtuple
 
-    from quantkit.convert.options import ConvertOptions
-    from quantkit.convert.plan import make_plan
+    from quantkit.convert.options.options import ConvertOptions
+    from quantkit.convert.plan.plan import make_plan
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1000))

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from written import digest
 
 import quantkit
 from quantkit.calibrate import capture
-from quantkit.checkpoint.source import open_source
-from quantkit.convert import block
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
+from quantkit.checkpoint.open import open_source
+from quantkit.convert.api import plan_request
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.plan import make_plan
+from quantkit.convert.stages import block
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
@@ -153,8 +155,7 @@ def test_plain_transformers_refuses_native_instead_of_running_random_weights(
 def test_the_same_job_gives_the_same_bytes(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         convert(tiny_original, tmp_path / name, calibration_text, kv_bits=4)
-    for file in sorted((tmp_path / "one").iterdir()):
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    assert digest(tmp_path / "one") == digest(tmp_path / "two")
 
 
 def test_the_manifest_says_what_made_the_bytes(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
@@ -273,8 +274,17 @@ def test_the_model_runs_in_the_products_asked_for_and_codes_are_chosen_in_float3
     mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, precisions_seen: Any
 ) -> None:
     rounding, model = precisions_seen(block, "gptq"), precisions_seen(capture, "run_block")
-    report = convert(tiny_original, tmp_path / "out", calibration_text, method="gptq", products=mode)
+    report = convert(tiny_original, tmp_path / "out", calibration_text, method="gptq", matmul_precision=mode)
     assert rounding == {"ieee"}
     assert model == {"bf16" if mode == "bf16" else "ieee"}
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     assert manifest["products"] == report.to_json()["products"] == mode
+
+
+def test_a_source_is_opened_once(tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    for place in ("quantkit.convert.api", "quantkit.convert.plan.plan"):
+        open_source = getattr(__import__(place, fromlist=["open_source"]), "open_source")  # noqa: B009
+        monkeypatch.setattr(f"{place}.open_source", lambda ref, real=open_source: (opened.append(ref), real(ref))[1])
+    plan_request(tiny_original, tmp_path / "out", method="rtn", group_size=32)
+    assert opened == [tiny_original]

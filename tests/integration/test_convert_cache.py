@@ -12,14 +12,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from stopping import stop_at
+from written import digest
 
 import quantkit as qk
 from quantkit.algorithms.kv import fit_range
+from quantkit.checkpoint.open import open_source
 from quantkit.cli.inspect import command as inspect
-from quantkit.convert import run, states
-from quantkit.convert.describe import describe
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.repack import plan_repack
+from quantkit.convert import api
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.repack.plan import plan_repack
+from quantkit.convert.report.dry_run import describe
 from quantkit.core.kvpages import rotate
 from quantkit.core.kvscheme import KVPlan, KVScheme, LayerScales
 from quantkit.errors import QuantkitError, QuantkitWarning, RequestError
@@ -76,16 +79,16 @@ def test_static_scales_are_those_of_the_models_own_keys_and_values(
     from transformers import AutoModelForCausalLM
 
     windows: list[torch.Tensor] = []
-    make_plan = run.make_plan
+    make_plan = api.make_plan
 
-    def planned(options: Any) -> Any:
-        plan = make_plan(options)
-        assert plan.windows is not None
-        windows.append(plan.windows.ids)
+    def planned(*args: Any) -> Any:
+        plan = make_plan(*args)
+        assert plan.inputs.calibration is not None
+        windows.append(plan.inputs.calibration.ids)
         return plan
 
-    monkeypatch.setattr(run, "make_plan", planned)
-    asked: dict[str, Any] = {**SMALL, "calibration": str(calibration_text), "products": "float32"}
+    monkeypatch.setattr(api, "make_plan", planned)
+    asked: dict[str, Any] = {**SMALL, "calibration": str(calibration_text), "matmul_precision": "float32"}
     qk.convert(tiny_original, tmp_path / "out", kv_bits=3, **asked)
     model = AutoModelForCausalLM.from_pretrained(tiny_original, dtype=torch.float32)
     with torch.no_grad():
@@ -125,33 +128,19 @@ def test_a_budget_is_kept_and_spent_where_rounding_costs_most(
     assert any("budget 3" in line for line in lines)
 
 
+@pytest.mark.usefixtures("states_after_each_block")
 def test_the_same_budget_gives_the_same_bytes_when_the_job_is_stopped_and_resumed(
-    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(states, "EVERY", 0.0)
-    monkeypatch.setattr(states, "SHARE", 0)
     asked = {**BUDGET, "calibration": str(calibration_text)}
     qk.convert(tiny_original, tmp_path / "wanted", **asked)
-    count = 0
-
-    def stops(*args: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 2:
-            raise KeyboardInterrupt
-        advance(*args)
-
-    advance = run.advance
-    monkeypatch.setattr(run, "advance", stops)
     with pytest.raises(KeyboardInterrupt):
-        qk.convert(tiny_original, tmp_path / "out", **asked)
-    monkeypatch.setattr(run, "advance", advance)
+        qk.convert(tiny_original, tmp_path / "out", on_progress=stop_at("blocks", 2), **asked)
     with pytest.raises(RequestError, match=r"--kv-budget: 3\.0 there, 4\.0 here"):
         qk.convert(tiny_original, tmp_path / "out", resume=True, **{**asked, "kv_budget": 4.0})
     report = qk.convert(tiny_original, tmp_path / "out", resume=True, **asked)
     assert report.cache is not None
-    for file in (tmp_path / "wanted").iterdir():
-        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
+    assert digest(tmp_path / "out") == digest(tmp_path / "wanted")
 
 
 def test_fp8_scales_lie_where_other_engines_read_them(
@@ -312,17 +301,17 @@ def test_inspect_shows_how_the_cache_is_kept(tiny_original: Path, tmp_path: Path
 
 def test_a_plan_in_words_names_the_cache(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
     asked = {**BUDGET, "calibration": str(calibration_text), "kv_scales": "static"}
-    plan = run.make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **asked))
+    plan = api.make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **asked))
     assert "KV cache within 3 bits on average, static scales" in describe(plan)
     assert "vLLM, SGLang and other engines that load the weights keep their cache their own way" in describe(plan)
     given = {name: value for name, value in asked.items() if name != "kv_budget"}
-    uniform = run.make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **given, kv_bits=3))
+    uniform = api.make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **given, kv_bits=3))
     heads, dim = plan.model.config.num_key_value_heads, plan.model.config.head_dim
     more = plan.prediction.phases["block"] - uniform.prediction.phases["block"]
     assert more >= 4 * 4 * heads * dim * 4096, "four times one side of a batch"
     qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32)
     text = dict(kv_bits="k4v2", calibration=str(calibration_text), seq_len=32, samples=2)
-    again = plan_repack(tmp_path / "source", tmp_path / "out", text)
+    again = plan_repack(open_source(tmp_path / "source"), tmp_path / "out", text)
     assert again is not None
     assert "the same codes; KV cache k4v2, calibrated" in again.describe()
     assert "read by quantkit only: vLLM, SGLang" in again.describe()
@@ -331,7 +320,7 @@ def test_a_plan_in_words_names_the_cache(tiny_original: Path, calibration_text: 
 def test_a_quantized_model_writes_the_text_that_calibrates_its_cache(tiny_original: Path, tmp_path: Path) -> None:
     qk.convert(tiny_original, tmp_path / "source", method="rtn", group_size=32)
     asked = dict(kv_bits=4, calibration="self", samples=2, seq_len=24)
-    planned = plan_repack(tmp_path / "source", tmp_path / "out", asked)
+    planned = plan_repack(open_source(tmp_path / "source"), tmp_path / "out", asked)
     assert planned is not None
     assert "the model writes 2 x 24 tokens first" in planned.describe()
     qk.convert(tmp_path / "source", tmp_path / "out", **asked)  # type: ignore[arg-type]

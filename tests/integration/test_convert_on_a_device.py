@@ -9,10 +9,11 @@ from typing import Any
 import pretend
 import pytest
 import torch
+from stopping import stop_at
 
 import quantkit
-from quantkit.checkpoint.source import open_source
-from quantkit.convert import plan, run
+from quantkit.checkpoint.open import open_source
+from quantkit.convert.plan import plan
 from quantkit.errors import RequestError
 from quantkit.formats.reader import QuantizedReader
 
@@ -66,7 +67,7 @@ def test_the_same_codes_are_written_as_on_the_cpu(
     options: dict[str, Any], on_device: None, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     for device in ("cpu", "cuda"):
-        exact = {} if device == "cuda" or options["method"] == "rtn" else {"products": "float32"}
+        exact = {} if device == "cuda" or options["method"] == "rtn" else {"matmul_precision": "float32"}
         convert(tiny_original, tmp_path / device, calibration_text, device, **options, **exact)
     # Attention is put together differently, and sums are float32: the last bits of a statistic differ. A code that falls on
     # the other side changes what the next block sees, so differences grow from block to block.
@@ -77,14 +78,11 @@ def test_the_same_codes_are_written_as_on_the_cpu(
 
 
 def test_a_job_does_not_go_on_on_another_device(
-    on_device: None, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_device: None, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    def fails(*args: Any) -> None:
-        raise RuntimeError("stopped")
-
-    monkeypatch.setattr(run, "advance", fails)
-    with pytest.raises(RuntimeError, match="stopped"):
-        convert(tiny_original, tmp_path / "out", calibration_text, "cuda", scales="minmax")
+    stop = stop_at("blocks", 1)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny_original, tmp_path / "out", calibration_text, "cuda", scales="minmax", on_progress=stop)
     with pytest.raises(RequestError, match="--device: pretend there, cpu here"):
         convert(tiny_original, tmp_path / "out", calibration_text, "cpu", scales="minmax", resume=True)
 
@@ -103,7 +101,7 @@ def test_blocks_learn_on_a_device_by_the_channels_that_count(
     given: dict[str, Any] = dict(method="tune", tune_steps=8, samples=12, distil=4, format="native")
     reports = {
         device: convert(tiny_original, tmp_path / device, calibration_text, device, **given, **exact)
-        for device, exact in (("cpu", {"products": "float32"}), ("cuda", {}))
+        for device, exact in (("cpu", {"matmul_precision": "float32"}), ("cuda", {}))
     }
     assert equal_codes(tmp_path / "cpu", tmp_path / "cuda", "layers.0.") > 0.9
     for name, one in reports["cpu"].tuning.items():

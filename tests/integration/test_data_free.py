@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from written import digest
 
 import quantkit
-from quantkit.checkpoint.source import open_source
-from quantkit.convert import describe
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
-from quantkit.convert.sample import FALLBACK
+from quantkit.checkpoint.open import open_source
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.plan import make_plan
+from quantkit.convert.plan.random_tokens import FALLBACK
+from quantkit.convert.report import dry_run
 from quantkit.errors import RequestError
 
 
@@ -20,10 +21,12 @@ def options(source: Path, out: Path, **more: object) -> ConvertOptions:
 
 def test_the_plan_names_random_tokens_and_no_text(tiny_original: Path, tmp_path: Path) -> None:
     plan = make_plan(options(tiny_original, tmp_path / "out"))
-    assert plan.windows is not None
-    assert plan.windows.name == "random tokens"
-    assert "random tokens" in describe.describe(plan)
-    assert not torch.equal(plan.windows.ids, make_plan(options(tiny_original, tmp_path / "out", seed=1)).windows.ids)  # type: ignore[union-attr]
+    assert plan.inputs.calibration is not None
+    assert plan.inputs.calibration.name == "random tokens"
+    assert "random tokens" in dry_run.describe(plan)
+    assert not torch.equal(
+        plan.inputs.calibration.ids, make_plan(options(tiny_original, tmp_path / "out", seed=1)).inputs.calibration.ids
+    )  # type: ignore[union-attr]
 
 
 def test_the_report_speaks_of_random_tokens_and_its_sample_continues_words(tiny_original: Path, tmp_path: Path) -> None:
@@ -36,8 +39,7 @@ def test_the_report_speaks_of_random_tokens_and_its_sample_continues_words(tiny_
 def test_the_same_seed_gives_the_same_bytes_and_channels_are_scaled(tiny_original: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         quantkit.convert(str(tiny_original), out=tmp_path / name, method="hqq", group_size=32)
-    files = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")]
-    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+    assert digest(tmp_path / "one") == digest(tmp_path / "two")
     norm = next(name for name in open_source(tiny_original).names() if name.endswith("input_layernorm.weight"))
     assert not torch.equal(open_source(tmp_path / "one").read(norm), open_source(tiny_original).read(norm))
 

@@ -11,8 +11,8 @@ import pytest
 from architectures import tiny_model
 
 import quantkit
-from quantkit.convert import distil as distil_pass
 from quantkit.convert import run
+from quantkit.convert.stages import distil as distil_pass
 from quantkit.core.host import current_rss, peak_rss, release_free_memory, restart_peak
 
 VOCABULARY, HIDDEN = 1 << 17, 256  # a matrix of 134 MB in float32: all else is small beside it
@@ -67,7 +67,7 @@ def test_the_plan_foretells_what_distilling_takes_with_and_without_a_quantized_h
 ) -> None:
     if not restart_peak():
         pytest.skip("the system does not count a peak anew")
-    seen = watch(monkeypatch, run.distil, "distil", "distil")
+    seen = watch(monkeypatch, run, "_distil", "distil")
     quantkit.convert(
         wide, tmp_path / "out", method="rtn", scales="minmax", format="native", rules=rules, distil=8, seq_len=32,
         calibration=str(calibration_text),
@@ -109,7 +109,7 @@ def test_the_plan_foretells_what_measuring_takes(
 ) -> None:
     if not restart_peak():
         pytest.skip("the system does not count a peak anew")
-    seen = watch(monkeypatch, run, "settle", "measure")
+    seen = watch(monkeypatch, run, "decide", "measure")
     quantkit.convert(
         wide, tmp_path / "out", method="tune", tune_steps=1, format="native", samples=8, seq_len=512,
         group_size=32, calibration=str(calibration_text),

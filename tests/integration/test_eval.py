@@ -14,7 +14,8 @@ import torch
 
 import quantkit
 from quantkit.errors import QuantkitError, RequestError, SourceError
-from quantkit.evaluate.report import evaluate, prepare, prepare_baseline
+from quantkit.evaluate.api import evaluate
+from quantkit.evaluate.prepare import prepare, prepare_baseline
 
 EVAL_TEXT = (
     " ".join(

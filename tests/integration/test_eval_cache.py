@@ -14,10 +14,11 @@ from click.testing import CliRunner
 import quantkit
 from quantkit.cli.eval import command
 from quantkit.errors import RequestError
-from quantkit.evaluate import greedy
+from quantkit.evaluate.api import evaluate
+from quantkit.evaluate.kv_cache import greedy_text
 from quantkit.evaluate.perplexity import token_losses
-from quantkit.evaluate.report import evaluate, prepare
-from quantkit.runtime.paged import PagedLayer
+from quantkit.evaluate.prepare import prepare
+from quantkit.runtime.kv_cache.paged_layer import PagedLayer
 
 SEQ_LEN = 256  # 4 pages; with 64 recent tokens those before 193 are packed at the end
 
@@ -82,7 +83,7 @@ def test_a_poisoned_page_moves_the_loss_of_every_later_token_and_of_none_before(
     def trim_and_poison(layer: PagedLayer) -> None:
         trim(layer)
         if layer.length == 128 and layer.packed is not None and not poisoned:
-            (page,) = layer.rows[0].packed_pages
+            (page,) = layer.sequences[0].packed_pages
             layer.packed.fields["values"][page] ^= 0xFF
             poisoned.append(page)
 
@@ -160,7 +161,7 @@ def test_the_command_line_hands_on_what_it_is_told(tiny_original: Path, monkeypa
         told.update(given)
         return SimpleNamespace(to_json=dict, table=lambda **how: told.update(how) or "the table")
 
-    monkeypatch.setattr("quantkit.evaluate.report.evaluate", pretend)
+    monkeypatch.setattr("quantkit.evaluate.api.evaluate", pretend)
     options = ["--kv_bits", "k4v2", "--kv-scales", "online", "--planted-fact", "--greedy", "9", "--by-position"]
     done = CliRunner().invoke(command, [str(tiny_original), *options], catch_exceptions=False)
     assert done.output == "the table\n"
@@ -174,9 +175,9 @@ def test_greedy_texts_part_where_the_first_token_differs(
     """The exact model's text beside one that is changed after five tokens, and beside itself."""
     windows = prepare(roomy, data=str(text), seq_len=40, tokens=120).windows
     exact = quantkit.load(roomy, dtype="float32", dequantize=True, kv_bits=16)
-    same = greedy.measure_greedy(exact, exact, windows, 8)
+    same = greedy_text.measure_greedy(exact, exact, windows, 8)
     assert (same.share, same.identical, same.first_difference) == (1.0, 1.0, [8, 8, 8])
-    true = greedy.continued(exact, windows.ids[0, :32].tolist(), 8)
+    true = greedy_text.continued(exact, windows.ids[0, :32].tolist(), 8)
     assert (
         true
         == exact.module.generate(windows.ids[:1, :32], max_new_tokens=8, min_new_tokens=8, do_sample=False)[
@@ -184,13 +185,13 @@ def test_greedy_texts_part_where_the_first_token_differs(
         ].tolist()
     )
     other = quantkit.load(roomy, dtype="float32", dequantize=True, kv_bits=4)
-    text_of = greedy.continued
+    text_of = greedy_text.continued
     monkeypatch.setattr(
-        greedy,
+        greedy_text,
         "continued",
         lambda model, *given: text_of(exact, *given) if model is exact else [*text_of(exact, *given)[:5], -1, -1, -1],
     )
-    found = greedy.measure_greedy(exact, other, windows, 8)
+    found = greedy_text.measure_greedy(exact, other, windows, 8)
     assert (found.share, found.share_stderr, found.identical, found.first_difference) == (5 / 8, 0.0, 0.0, [5, 5, 5])
 
 

@@ -10,12 +10,13 @@ import torch
 from architectures import tiny_model
 
 import quantkit
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.errors import NumericsError, RequestError
 from quantkit.evaluate import streamed
-from quantkit.evaluate.report import evaluate, prepare
+from quantkit.evaluate.api import evaluate
+from quantkit.evaluate.prepare import prepare
 from quantkit.evaluate.sizes import count_parameters
-from quantkit.evaluate.windows import Windows
+from quantkit.evaluate.windows import EvaluationWindows
 from quantkit.model.skeleton import build_skeleton, find_blocks
 
 SAME = ("perplexity", "stderr", "kl_mean", "kl_p99", "kl_max", "top1_agreement", "baseline_perplexity", "delta_ln_ppl")
@@ -84,7 +85,7 @@ def test_blocks_with_arguments_of_their_own_get_them(deep: Path, text: Path) -> 
 def test_each_kind_of_block_streams_to_the_whole_models_bits(name: str, tmp_path: Path) -> None:
     tiny_model(name).save_pretrained(tmp_path)
     ids = torch.randint(3, 100, (3, 17), generator=torch.Generator().manual_seed(1))
-    windows = Windows(ids, 0, "gptq", bos=False, stride=17)
+    windows = EvaluationWindows(ids, 0, "gptq", bos=False, stride=17)
     passed = streamed.stream(tmp_path, windows, device="cpu")
     whole = quantkit.load(tmp_path, device="cpu", dtype="float32")
     for window in ids:

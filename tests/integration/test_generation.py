@@ -10,7 +10,7 @@ import torch
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.runtime.linear import QuantLinear, pack
+from quantkit.runtime.layers.linear import QuantLinear, pack
 from quantkit.runtime.load import load
 
 QUESTIONS = ["What is the capital of France?", "Name the largest planet of our solar system, in one word, please."]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import quantkit as qk
-from quantkit.checkpoint.source import open_source
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
+from quantkit.checkpoint.open import open_source
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.plan import make_plan
 from quantkit.errors import QuantkitError, QuantkitWarning, UnsupportedModel
 from quantkit.formats.reader import QuantizedReader
 
@@ -70,7 +70,7 @@ def test_strict_groups_refuses_another_size_and_names_one_that_divides(
 
 def test_awq_uses_one_group_size_for_all_layers_and_says_so(tiny_original: Path, tmp_path: Path) -> None:
     plan = make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", format="awq", group_size=64, **RTN))  # type: ignore[arg-type]
-    assert plan.problems == []
+    assert not plan.problems
     assert {target.scheme.group_size for target in plan.targets.values()} == {32}
     notes = "\n".join(plan.warnings)
     assert "96 inputs are no multiple of 64: groups of 32 for 3 of 21 linears" in notes

@@ -10,10 +10,10 @@ from architectures import tiny_model as tiny_architecture
 
 import quantkit
 from quantkit.calibrate.data import load_windows
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.plan import make_plan
 from quantkit.errors import RequestError
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -33,7 +33,7 @@ def test_channels_are_scaled_only_if_asked_for(tiny_original: Path, calibration_
 
 
 def test_balanced_folds(tiny_original: Path, tmp_path: Path) -> None:
-    from quantkit.convert.options import apply_preset
+    from quantkit.convert.options.presets import apply_preset
 
     asked = ConvertOptions(str(tiny_original), tmp_path / "out", **apply_preset("balanced", {}))
     assert asked.method == "gptq"
@@ -76,7 +76,7 @@ def test_gptaq_brings_outputs_nearer_to_those_of_the_original_inputs(
     for gptaq in (False, True):
         quantkit.convert(
             tiny_original, out=tmp_path / f"{gptaq}", method="gptq", bits=3, group_size=32, format="native", gptaq=gptaq,
-            calibration=str(calibration_text), samples=8, seq_len=64, products="float32",
+            calibration=str(calibration_text), samples=8, seq_len=64, matmul_precision="float32",
         )  # fmt: skip
         quantized = quantkit.load(tmp_path / f"{gptaq}", device="cpu", dtype="float32", dequantize=True).module
         first[gptaq] = dict(quantized.model.layers[0].state_dict())

@@ -8,21 +8,24 @@ from typing import Any
 import pytest
 import torch
 from architectures import tiny_model as tiny_architecture
+from stopping import stop_at, watch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from written import digest
 
 import quantkit
 from quantkit.algorithms.guide import fit_guide
 from quantkit.calibrate.data import load_windows
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
-from quantkit.convert import probe, run, states
-from quantkit.convert.block import InputGroup
-from quantkit.convert.measured import NUMBERS
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
-from quantkit.convert.probe import Probe, guide_bytes
+from quantkit.convert import run
+from quantkit.convert.job.records import NUMBERS
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.memory_inputs import guide_bytes
+from quantkit.convert.plan.plan import make_plan
+from quantkit.convert.results import InputGroup
+from quantkit.convert.stages import sensitivity
 
-SHORT: dict[str, Any] = dict(method="gptq", bits=4, group_size=32, format="native", samples=6, seq_len=48, guided=True, products="float32")  # fmt: skip
+SHORT: dict[str, Any] = dict(method="gptq", bits=4, group_size=32, format="native", samples=6, seq_len=48, guided=True, matmul_precision="float32")  # fmt: skip
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 
 
@@ -31,9 +34,9 @@ def given_to_gptq(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[InputGroup]
     found: dict[str, list[InputGroup]] = {}
     quantize = run.quantize_block
 
-    def seen(plan: Any, prefix: str, block: Any, groups: Any, *rest: Any) -> None:
+    def seen(solver: Any, prefix: str, block: Any, groups: Any, *rest: Any) -> None:
         found[prefix] = list(groups)
-        quantize(plan, prefix, block, groups, *rest)
+        quantize(solver, prefix, block, groups, *rest)
 
     monkeypatch.setattr(run, "quantize_block", seen)
     return found
@@ -94,34 +97,24 @@ def test_statistics_of_the_first_block_are_weighted_by_what_autograd_says_of_the
     assert max(moved) > 0.02, moved  # it would be seen
 
 
+@pytest.mark.usefixtures("states_after_each_block")
 @pytest.mark.parametrize(
     "more", [{}, dict(target_bpw=4.5), dict(gptaq=True, fold=True)], ids=["alone", "bits", "gptaq"]
 )
 def test_a_job_that_stopped_goes_on_to_the_same_bytes_without_measuring_again(
-    more: dict[str, Any], tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(states, "EVERY", 0.0)
-    monkeypatch.setattr(states, "SHARE", 0)
     options = {**SHORT, **more, "calibration": str(calibration_text)}
     if "target_bpw" in more:
         del options["bits"]
     quantkit.convert(tiny_original, out=tmp_path / "whole", **options)
-    advance, blocks = run.advance, []
-
-    def fails(*args: Any) -> None:
-        blocks.append(1)
-        if len(blocks) == 2:
-            raise KeyboardInterrupt
-        advance(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "advance", fails)
-        with pytest.raises(KeyboardInterrupt):
-            quantkit.convert(tiny_original, out=tmp_path / "out", **options)
-    monkeypatch.setattr(Probe, "measure", lambda *rest: pytest.fail("measured again"))
-    quantkit.convert(tiny_original, out=tmp_path / "out", resume=True, **options)
-    for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.convert(tiny_original, out=tmp_path / "out", on_progress=stop_at("blocks", 2), **options)
+    stages: list[str] = []
+    quantkit.convert(tiny_original, out=tmp_path / "out", resume=True, on_progress=watch(stages), **options)
+    assert "blocks" in stages
+    assert "measure" not in stages
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
 def test_experts_tokens_count_alike_and_those_of_all_other_linears_do_not(
@@ -150,10 +143,10 @@ def test_linears_beside_one_that_is_kept_are_weighed_and_where_nothing_is_known_
     kept: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kept == "none":  # as if no gradient had been finite in the first block
-        fit = probe.fit_guide
+        fit = sensitivity.fit_guide
         calls: list[int] = []
         monkeypatch.setattr(
-            probe, "fit_guide", lambda *args: (calls.append(1), None if len(calls) == 3 else fit(*args))[1]
+            sensitivity, "fit_guide", lambda *args: (calls.append(1), None if len(calls) == 3 else fit(*args))[1]
         )
     hessians = {}
     for guided in (False, True):
@@ -171,14 +164,12 @@ def test_linears_beside_one_that_is_kept_are_weighed_and_where_nothing_is_known_
 
 @pytest.mark.parametrize("damage", ["truncated", "gone"])
 def test_a_job_whose_kept_numbers_are_damaged_measures_again_with_the_same_result(
-    damage: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     options = {**SHORT, "calibration": str(calibration_text)}
     quantkit.convert(tiny_original, out=tmp_path / "whole", **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "quantize_block", lambda *rest: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            quantkit.convert(tiny_original, out=tmp_path / "out", **options)
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.convert(tiny_original, out=tmp_path / "out", on_progress=stop_at("blocks", 0), **options)
     numbers = tmp_path / ".out.work" / NUMBERS
     plan = make_plan(ConvertOptions(str(tiny_original), tmp_path / "other", **options))
     foretold = guide_bytes(plan.weights.model.config.hidden_size, plan.blocks)
@@ -187,9 +178,10 @@ def test_a_job_whose_kept_numbers_are_damaged_measures_again_with_the_same_resul
         numbers.unlink()
     else:
         numbers.write_bytes(numbers.read_bytes()[:-100])
-    quantkit.convert(tiny_original, out=tmp_path / "out", resume=True, **options)
-    for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
+    stages: list[str] = []
+    quantkit.convert(tiny_original, out=tmp_path / "out", resume=True, on_progress=watch(stages), **options)
+    assert "measure" in stages
+    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
 
 
 def test_the_prediction_counts_what_measuring_takes(

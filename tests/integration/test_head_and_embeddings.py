@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,16 @@ import pytest
 import torch
 
 import quantkit as qk
-from quantkit.checkpoint.source import open_source
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
+from quantkit.checkpoint.open import open_source
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.memory import CHUNK
+from quantkit.convert.plan.plan import make_plan
 from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import QuantkitError, RequestError, SourceError
 from quantkit.evaluate.sizes import measure_sizes
 from quantkit.formats.reader import QuantizedReader
-from quantkit.runtime.embedding import QuantEmbedding
-from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.layers.embedding import QuantEmbedding
+from quantkit.runtime.layers.linear import QuantLinear
 
 OPTIONS: dict[str, Any] = dict(method="rtn", group_size=32)
 IDS = torch.arange(10, 42)[None]
@@ -183,8 +183,13 @@ def test_planted_nan_in_the_embeddings_is_named(untied_model: Path, tmp_path: Pa
 
 
 def test_the_prediction_counts_the_matrix(tiny_original: Path, tmp_path: Path) -> None:
-    options = ConvertOptions(
-        str(tiny_original), tmp_path / "out", format="native", rules=("lm_head=bits:8",), **OPTIONS
-    )
-    assert make_plan(options).prediction.phases["outside"] > 0
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    def phases(*rules: str) -> dict[str, int]:
+        options = ConvertOptions(str(tiny_original), tmp_path / "out", format="native", rules=rules, **OPTIONS)
+        return make_plan(options).prediction.phases
+
+    vocabulary, hidden = open_source(tiny_original).info("model.embed_tokens.weight").shape
+    assert "outside" not in phases()
+    searched = 12 * CHUNK * 4  # a few rows as float32, their trials and errors
+    # fp16 as stored, a byte for each code, and the packed words twice: encoded and being written
+    assert phases("lm_head=bits:8")["outside"] == vocabulary * hidden * (2 + 1 + 2 * 1) + searched
+    assert phases("lm_head=bits:4")["outside"] == vocabulary * hidden * (2 + 1 + 2 * 0.5) + searched

@@ -73,6 +73,16 @@ def test_a_job_killed_at_each_rename_ends_with_the_same_bytes(
     assert found["states"] >= 12
 
 
+def test_a_job_that_chooses_bits_killed_at_each_rename_ends_with_the_same_bytes(
+    killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """What was measured before the first block, what was chosen by it, and the report that tells both outlive the kill."""
+    options: dict[str, Any] = dict(method="rtn", target_bpw=6.0, format="native")
+    found = killer(tmp_path / "k", tiny_original, calibration_text, moments=0, hard=1, **options)
+    assert found["events"].count("os.rename") >= 10  # the measurement, 3 blocks, head and embeddings, job, output
+    assert found["kills"] >= 10
+
+
 @pytest.fixture(scope="module")
 def models(tiny_original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A tiny random model of an architecture, by name, with the tokenizer of the tiny model."""
@@ -136,7 +146,7 @@ def test_distilled_scales_survive_kills(
 
 
 @pytest.mark.slow
-def test_bits_by_layer_survive_kills(
+def test_a_kv_budget_survives_kills(
     killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = dict(method="rtn", kv_budget=3.0, samples=2, seq_len=256)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from scripts import script
 
 from quantkit.calibrate.data import load_windows
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
-from quantkit.evaluate.report import evaluate
+from quantkit.evaluate.api import evaluate
 
 PEERS = Path(__file__).resolve().parents[2] / "eval" / "peers"
 
@@ -190,7 +190,7 @@ def test_packed_bytes_count_a_modules_tensors_but_its_bias(tmp_path: Path) -> No
 def test_a_peers_cache_is_judged_as_quantkits_own(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
     """Hidden states of quantkit's own 4-bit cache, handed over as a peer's: the figures of ``evaluate``."""
     import quantkit
-    from quantkit.evaluate.report import prepare, prepare_baseline
+    from quantkit.evaluate.prepare import prepare, prepare_baseline
 
     protocol: dict[str, Any] = {"data": str(calibration_text), "protocol": "gptq", "seq_len": 256, "tokens": 512}
     prepared = prepare(tiny_original, **protocol)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quantkit as qk
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.model.skeleton import Weights, build_skeleton, find_blocks
 from quantkit.model.stepper import record, run_block, run_tail
 
@@ -71,3 +71,12 @@ def test_stepping_a_real_model_equals_its_own_forward() -> None:
     for block, call in zip(blocks.modules, recording.calls, strict=True):
         hidden = run_block(block, hidden, call)
     assert torch.equal(run_tail(model, blocks, ids, hidden), expected)
+
+
+def test_a_conversion_takes_the_memory_that_was_foretold(tmp_path: Path, quantkit: Callable[..., Any]) -> None:
+    """Over the whole process: interpreter, libraries and every phase; a quarter too much or too little is too far off."""
+    done = quantkit("convert", SMOLLM, "--out", tmp_path / "out", "--method", "rtn", "--scales", "minmax",
+                    "--group-size", 64, "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert 0.75 <= report["peak_host_bytes"] / report["predicted_host_bytes"] <= 1.25

@@ -13,7 +13,8 @@ from architectures import tiny_model
 from safetensors.torch import load_file, save_file
 
 import quantkit as qk
-from quantkit.convert.repack import plan_repack
+from quantkit.checkpoint.open import open_source
+from quantkit.convert.repack.plan import plan_repack
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 
 FORMATS = ("compressed-tensors", "gptq", "awq", "native")
@@ -143,7 +144,7 @@ def test_what_the_target_cannot_hold_is_refused_before_anything_is_written(
     options: dict[str, Any], target: str, words: list[str], tiny_original: Path, tmp_path: Path
 ) -> None:
     qk.convert(tiny_original, tmp_path / "native", format="native", **{**RTN, **options})
-    plan = plan_repack(tmp_path / "native", tmp_path / "refused", {"format": target})
+    plan = plan_repack(open_source(tmp_path / "native"), tmp_path / "refused", {"format": target})
     assert plan is not None
     for word in words:
         assert word in "\n".join(plan.problems)
@@ -253,7 +254,7 @@ def test_a_repacked_model_writes_a_few_words_unless_it_is_too_large(
     model = qk.load(tmp_path / "out", device="cpu")
     ids = torch.tensor([model.encode(report.sample["prompt"])])
     assert report.sample["text"].startswith(model.tokenizer.decode(int(model(ids)[0, -1].argmax())))
-    monkeypatch.setattr("quantkit.convert.repack_memory.packed_model", lambda *a: 10**15)
+    monkeypatch.setattr("quantkit.convert.repack.memory.packed_model", lambda *a: 10**15)
     report = qk.convert(awq_folder, tmp_path / "large", format="gptq")
     assert report.sample is None
     assert any("no sample was generated" in note for note in report.notes)

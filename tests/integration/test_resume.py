@@ -15,19 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from written import digest
 
 import quantkit
 from quantkit import algorithms
 from quantkit.checkpoint.writer import read_record, write_record
-from quantkit.convert import resume, run, states
+from quantkit.convert import run
+from quantkit.convert.job import work_folder
+from quantkit.convert.stages import observe as observe_stage
 from quantkit.errors import NumericsError, QuantkitError, RequestError
 
 SMALL = dict(samples=4, seq_len=32, group_size=32)
 Convert = Callable[..., Any]
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
 def test_a_killed_job_that_replaces_a_model_ends_with_the_same_bytes(
@@ -64,10 +63,8 @@ def convert_of(source: Path, text: Path, out: Path) -> Convert:
 
 
 @pytest.fixture
-def convert(tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Convert:
+def convert(tiny_original: Path, calibration_text: Path, tmp_path: Path, states_after_each_block: None) -> Convert:
     """Convert the tiny model to ``tmp_path / "out"``, states stored after each block."""
-    monkeypatch.setattr(states, "EVERY", 0.0)
-    monkeypatch.setattr(states, "SHARE", 0)
     return convert_of(tiny_original, calibration_text, tmp_path / "out")
 
 
@@ -136,13 +133,13 @@ def test_the_original_models_states_are_taken_up_beside_the_quantized_ones(
 ) -> None:
     monkeypatch.setattr(algorithms, "PAIRED", ("gptq",))
     seen: list[tuple[str, str]] = []
-    observe = run.observe
+    observe = observe_stage.observe
 
     def watched(*args: Any) -> Any:
         seen.append(tuple(hashlib.sha256(b"".join(s.numpy().tobytes() for s in args[i])).hexdigest() for i in (1, 5)))  # type: ignore[arg-type]
         return observe(*args)
 
-    monkeypatch.setattr(run, "observe", watched)
+    monkeypatch.setattr(observe_stage, "observe", watched)
     convert()
     whole, wanted = seen.copy(), digest(tmp_path / "out")
     assert [mine == original for mine, original in whole] == [True, False, False]
@@ -183,7 +180,7 @@ def test_older_states_are_used_when_the_younger_ones_are_damaged(
     convert()
     wanted = digest(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "wanted")
-    monkeypatch.setattr(run._Conversion, "_finish", lambda self: (_ for _ in ()).throw(Stopped()))
+    monkeypatch.setattr(run, "_finish", lambda *rest: (_ for _ in ()).throw(Stopped()))
     with pytest.raises(Stopped):
         convert()
     monkeypatch.undo()
@@ -239,7 +236,7 @@ def test_another_number_of_threads_or_version_is_refused(
     stopped: tuple[Path, dict[str, str]], convert: Convert, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    monkeypatch.setattr(resume, "__version__", "99")
+    monkeypatch.setattr(work_folder, "__version__", "99")
     with pytest.raises(
         RequestError, match=r"(?s)version of quantkit: .* there, 99 here.*\(OMP_NUM_THREADS\): .* there, 77 here"
     ):
@@ -284,7 +281,7 @@ def test_a_job_that_waits_is_not_overrun(
 
 
 def test_two_processes_do_not_work_in_one_folder(stopped: tuple[Path, dict[str, str]], convert: Convert) -> None:
-    held = resume._lock(stopped[0])
+    held = work_folder._lock(stopped[0])
     try:
         for options in ({}, {"resume": True}, {"overwrite": True}):
             with pytest.raises(RequestError, match="another process is working"):
@@ -338,16 +335,16 @@ def test_what_a_resumed_job_cannot_cure_leaves_nothing(
 
 INTERRUPT = """
 import os, signal, sys
-import quantkit.convert.run as run
+import quantkit.convert.stages.observe as stage
 block, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-observe = run.observe
+observe = stage.observe
 def interrupted(*args):
     global block
     block -= 1
     if block < 0:
         os.kill(os.getpid(), number)
     return observe(*args)
-run.observe = interrupted
+stage.observe = interrupted
 from quantkit.cli.main import main
 main()
 """

@@ -11,8 +11,8 @@ import pytest
 from written import schemes
 
 import quantkit as qk
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.plan import make_plan
 from quantkit.errors import QuantkitError, RequestError
 
 MIXED = ["layers.0.*=keep", "*.down_proj=bits:8,group:channel,sym"]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import quantkit as qk
-from quantkit.convert import memory
-from quantkit.convert.options import ConvertOptions, apply_preset
-from quantkit.convert.plan import make_plan
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.options.presets import apply_preset
+from quantkit.convert.plan import memory
+from quantkit.convert.plan.plan import make_plan
 from quantkit.errors import NumericsError, RequestError
 
 
@@ -27,7 +28,7 @@ def test_the_written_model_continues_the_calibration_text(
     model = qk.load(tmp_path / "out")
     ids = make_plan(
         ConvertOptions(str(tiny_original), tmp_path / "x", calibration=str(calibration_text), samples=2, seq_len=32, group_size=32)
-    ).windows.ids[0, :16]  # type: ignore[union-attr]  # fmt: skip
+    ).inputs.calibration.ids[0, :16]  # type: ignore[union-attr]  # fmt: skip
     assert report.sample["text"].startswith(model.tokenizer.decode(int(model(ids[None])[0, -1].argmax())))
     assert "  sample    " in report.table()
 
@@ -49,7 +50,7 @@ def test_a_large_model_is_not_run_and_the_report_says_so(
     tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "GENERATE_BYTES", 0)
-    monkeypatch.setattr("quantkit.convert.sizes.packed_model", lambda *a: 10**15)
+    monkeypatch.setattr("quantkit.convert.plan.memory_inputs.packed_model", lambda *a: 10**15)
     report = qk.convert(tiny_original, out=tmp_path / "out", method="rtn", group_size=32)
     assert report.sample is None
     assert any("no sample was generated" in note for note in report.notes)

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.texts import load_text
 from quantkit.checkpoint.tokenizer import load_tokenizer
-from quantkit.convert import selftext
-from quantkit.convert.describe import describe
-from quantkit.convert.options import ConvertOptions
-from quantkit.convert.plan import make_plan
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.plan import make_plan, self_calibration
+from quantkit.convert.report.dry_run import describe
 from quantkit.errors import RequestError, SourceError
 
 
@@ -25,7 +24,7 @@ def written(folder: Path, **options: Any) -> Any:
         **{"source": str(folder), "out": Path("out"), "calibration": "self", "samples": 3, "seq_len": 16} | options
     )
     source = open_source(folder)
-    return selftext.write(source, load_tokenizer(source), asked, lambda done, total: None)
+    return self_calibration.write(source, load_tokenizer(source), asked, lambda done, total: None)
 
 
 def test_the_same_seed_writes_the_same_tokens_and_another_does_not(tiny_model: Path) -> None:
@@ -75,11 +74,11 @@ def test_bos_opens_each_window_where_the_model_wants_it(tiny_model: Path) -> Non
 def test_beyond_the_bound_windows_overlap_instead_of_more_being_written(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftext, "TOKENS", 32)
+    monkeypatch.setattr(self_calibration, "TOKENS", 32)
     asked: list[tuple[int, int]] = []
     source = open_source(tiny_model)
     options = ConvertOptions(source=str(tiny_model), out=Path("out"), samples=7, seq_len=16)
-    found = selftext.write(source, load_tokenizer(source), options, lambda *step: asked.append(step))
+    found = self_calibration.write(source, load_tokenizer(source), options, lambda *step: asked.append(step))
     assert asked[-1] == (32, 32)
     assert found.ids.shape == (7, 16)
     assert len({tuple(row) for row in found.ids.tolist()}) == 7
@@ -87,18 +86,18 @@ def test_beyond_the_bound_windows_overlap_instead_of_more_being_written(
 
 def test_windows_cover_the_text_from_end_to_end() -> None:
     ids = torch.arange(40)
-    assert selftext.cut(ids, 4, 10).tolist() == ids.reshape(4, 10).tolist()
-    dense = selftext.cut(ids, 9, 10)
+    assert self_calibration.cut(ids, 4, 10).tolist() == ids.reshape(4, 10).tolist()
+    dense = self_calibration.cut(ids, 9, 10)
     assert (int(dense[0, 0]), int(dense[-1, -1]), len(set(dense.flatten().tolist()))) == (0, 39, 40)
-    assert selftext.cut(ids, 1, 10).tolist() == [list(range(10))]
+    assert self_calibration.cut(ids, 1, 10).tolist() == [list(range(10))]
 
 
 def test_a_start_is_an_ordinary_token_that_the_model_knows(tiny_model: Path) -> None:
     tokenizer = load_tokenizer(open_source(tiny_model))
-    starts = selftext.first_tokens(tokenizer, 10, 500, 0)
+    starts = self_calibration.first_tokens(tokenizer, 10, 500, 0)
     assert set(starts.tolist()) == set(range(2, 10))  # 0 and 1 are <s> and </s>
     with pytest.raises(SourceError, match="special tokens only"):
-        selftext.first_tokens(tokenizer, 2, 5, 0)
+        self_calibration.first_tokens(tokenizer, 2, 5, 0)
 
 
 def test_the_plan_says_that_the_whole_model_is_needed_and_counts_it(

@@ -16,8 +16,8 @@ from architectures import tiny_model as tiny_architecture
 import quantkit as qk
 from quantkit.checkpoint import writer
 from quantkit.errors import QuantkitError, UnsupportedModel
-from quantkit.runtime.embedding import QuantEmbedding
-from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.layers.embedding import QuantEmbedding
+from quantkit.runtime.layers.linear import QuantLinear
 
 IDS = torch.tensor([[5, 9, 130, 77, 201, 14, 8, 300]])
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import quantkit
 from quantkit.calibrate.stats import Hessian
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.convert import run
+from quantkit.convert.stages import observe as observe_stage
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.errors import NumericsError
 from quantkit.formats import WRITABLE
@@ -130,7 +131,7 @@ def test_an_input_that_never_varies_is_no_trouble(
 def test_a_layer_that_never_sees_data_is_rounded_and_named(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observe = run.observe
+    observe = observe_stage.observe
 
     def blind(block: Any, states: Any, call: Any, groups: Any, *rest: Any) -> Any:
         hessians = observe(block, states, call, groups, *rest)
@@ -139,7 +140,7 @@ def test_a_layer_that_never_sees_data_is_rounded_and_named(
             for names, h in zip(groups, hessians, strict=True)
         ]
 
-    monkeypatch.setattr(run, "observe", blind)
+    monkeypatch.setattr(observe_stage, "observe", blind)
     report = convert()
     named = {layer.name: layer.fallback for layer in report.layers if layer.fallback}
     assert set(named) == {f"model.layers.{i}.self_attn.o_proj" for i in range(3)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,21 +10,18 @@ from typing import Any
 import pytest
 import torch
 from architectures import tiny_model as tiny_architecture
+from stopping import stop_at, watch
+from written import digest
 
 import quantkit
 from quantkit.algorithms.tune import block_error
 from quantkit.calibrate.data import load_windows
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer
-from quantkit.convert import run, states, tuning
-from quantkit.convert.probe import Probe
+from quantkit.convert.stages import tune
 from quantkit.errors import RequestError
 
 TEXT: dict[str, Any] = dict(method="tune", samples=12, seq_len=32, group_size=32, tune_steps=12)
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
 def first_block_error(original: Path, written: Path, text: Path, channels: torch.Tensor) -> float:
@@ -50,8 +46,10 @@ def first_block_error(original: Path, written: Path, text: Path, channels: torch
 def test_a_block_learns_in_the_products_asked_for(
     mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, precisions_seen: Any
 ) -> None:
-    seen = precisions_seen(tuning, "forward_block")
-    quantkit.convert(tiny_original, out=tmp_path / "out", calibration=str(calibration_text), products=mode, **TEXT)
+    seen = precisions_seen(tune, "forward_block")
+    quantkit.convert(
+        tiny_original, out=tmp_path / "out", calibration=str(calibration_text), matmul_precision=mode, **TEXT
+    )
     assert seen == {"bf16" if mode == "bf16" else "ieee"}
 
 
@@ -60,15 +58,15 @@ def test_what_is_written_is_what_was_learned(
     form: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     channels: list[torch.Tensor] = []
-    tune = tuning.tune
-    monkeypatch.setattr(tuning, "tune", lambda *args: (channels.append(args[-1]), tune(*args))[1])
+    learn = tune.tune
+    monkeypatch.setattr(tune, "tune", lambda *args: (channels.append(args[-1]), learn(*args))[1])
     report = quantkit.convert(
         tiny_original, out=tmp_path / "out", calibration=str(calibration_text), format=form, **TEXT
     )
     assert set(report.tuning) == {f"model.layers.{i}" for i in range(3)}
     for block in report.tuning.values():
         assert block["after"] < block["before"]
-        assert block["step"] > 0
+        assert 0 < block["step"] <= TEXT["tune_steps"]
     error = first_block_error(tiny_original, tmp_path / "out", calibration_text, channels[0])
     assert [float(one.mean()) for one in channels] == pytest.approx([1.0] * 3)
     assert all(float(one.max() / one.min()) > 1.2 for one in channels)
@@ -79,30 +77,21 @@ def test_what_is_written_is_what_was_learned(
     assert all(layer.relative_output_error for layer in report.layers)
 
 
+@pytest.mark.usefixtures("states_after_each_block")
 def test_a_job_that_stopped_goes_on_to_the_same_bytes(
-    tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(states, "EVERY", 0.0)
-    monkeypatch.setattr(states, "SHARE", 0)
-
     def convert(out: Path, **more: Any) -> Any:
         return quantkit.convert(tiny_original, out=out, calibration=str(calibration_text), kv_bits=8, **TEXT, **more)
 
     report = convert(tmp_path / "other")
-    wanted, advance, blocks = digest(tmp_path / "other"), run.advance, []
-
-    def fails(*args: Any) -> None:
-        blocks.append(1)
-        if len(blocks) == 2:
-            raise KeyboardInterrupt
-        advance(*args)
-
-    monkeypatch.setattr(run, "advance", fails)
     with pytest.raises(KeyboardInterrupt):
-        convert(tmp_path / "out")
-    monkeypatch.setattr(Probe, "measure", None)  # what it found was kept
-    resumed = convert(tmp_path / "out", resume=True)
-    assert digest(tmp_path / "out") == wanted
+        convert(tmp_path / "out", on_progress=stop_at("blocks", 2))
+    stages: list[str] = []
+    resumed = convert(tmp_path / "out", resume=True, on_progress=watch(stages))
+    assert "blocks" in stages
+    assert "measure" not in stages  # what was found was kept
+    assert digest(tmp_path / "out") == digest(tmp_path / "other")
     assert resumed.tuning == report.tuning
 
 

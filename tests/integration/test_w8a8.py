@@ -15,7 +15,7 @@ import quantkit
 from quantkit.cli.main import cli
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
-from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.layers.linear import QuantLinear
 
 IDS = torch.tensor([[5, 9, 130, 77, 201, 14, 8, 300]])
 

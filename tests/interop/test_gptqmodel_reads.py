@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import quantkit
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.interop, pytest.mark.real]

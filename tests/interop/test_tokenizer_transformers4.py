@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import load_tokenizer, write_tokenizer
 
 pytestmark = [pytest.mark.interop, pytest.mark.real]

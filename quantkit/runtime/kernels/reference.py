@@ -1,4 +1,4 @@
-"""Packed weights and the reference kernel: slow, obvious, any device, any scheme. Its words are the contract.
+"""Packed weights and the reference kernel: slow, plain, any device, any scheme. Its definitions are the contract.
 
 ``linear_reference(x, w, bias) = x @ dequantize(w).T + bias``, computed in float32 and cast to ``x.dtype`` at the end.
 Every other kernel is tested against it.
@@ -27,7 +27,8 @@ _buffers = threading.local()
 class PackedWeight(nn.Module):
     """A weight ``[out_features, in_features]`` held as buffers of about ``bits`` bits an entry, never as floats.
 
-    A subclass is one memory layout. It holds its tensors as buffers and knows how to give a few output rows back as floats.
+    A subclass is one memory layout. It holds its tensors as buffers and knows how to give a few output rows back as
+    floats.
     """
 
     layout = ""
@@ -37,30 +38,39 @@ class PackedWeight(nn.Module):
         self.out_features, self.in_features = out_features, in_features
 
     def columns(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Rows ``start:stop`` of the weight, transposed: ``[in_features, stop - start]`` in ``dtype``.
+        """Dequantize rows ``start:stop`` of the weight, transposed: ``[in_features, stop - start]`` in ``dtype``.
 
-        May be a scratch buffer: valid until the next call in this thread, and in any thread that does not wait for ``alone``.
+        May be a scratch buffer: valid until the next call in this thread, and in any thread that does not wait for
+        ``alone``.
         """
         raise TypeError(f"{type(self).__name__} is an abstract layout")
 
     def alone(self) -> AbstractContextManager[object]:
-        """Held from ``columns`` until what reads them is launched, where all threads share one scratch buffer."""
+        """A lock where all threads share one scratch buffer, else nothing.
+
+        Held from ``columns`` until what reads its result is launched.
+        """
         return nullcontext()
 
     def row_step(self) -> int:
-        """``columns`` takes a start that is a multiple of this."""
+        """The number of rows that a start given to ``columns`` must be a multiple of."""
         return 1
 
     def slices(self) -> list[tuple[int, int]]:
-        """Row ranges whose dequantized size stays within ``SCRATCH_ELEMENTS`` (one ``row_step`` at least), on a GPU 64 times that: there
-        launches cost, not caches."""
+        """Row ranges whose dequantized size stays within ``SCRATCH_ELEMENTS``, one ``row_step`` at least.
+
+        On a GPU 64 times that: there launches cost, not caches.
+        """
         step = self.row_step()
         most = SCRATCH_ELEMENTS if next(self.buffers()).device.type == "cpu" else SCRATCH_ELEMENTS << 6
         rows = max(step, most // self.in_features // step * step)
         return [(start, min(start + rows, self.out_features)) for start in range(0, self.out_features, rows)]
 
     def dequantize(self) -> Tensor:
-        """The weights this layout computes with, float32 ``[out_features, in_features]``, in memory of their own."""
+        """The weights that this layout computes with, float32 ``[out_features, in_features]``.
+
+        They are in memory of their own.
+        """
         device = next(self.buffers()).device
         weight = torch.empty(self.out_features, self.in_features, device=device)
         for start, stop in self.slices():
@@ -69,7 +79,7 @@ class PackedWeight(nn.Module):
         return weight
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """Single rows of the weight, for a lookup: int64 ``[n]`` -> ``[n, in_features]`` in ``dtype``."""
+        """Dequantize single rows for a lookup: int64 ``[n]`` -> ``[n, in_features]`` in ``dtype``."""
         step = self.row_step()
         found = torch.empty(len(index), self.in_features, dtype=dtype, device=index.device)
         for block in torch.unique(index // step).tolist():
@@ -121,7 +131,7 @@ class WordsWeight(PackedWeight):
 
 
 class BlockWeight(PackedWeight):
-    """A foreign number format (NF4, LLM.int8, K-quants): its raw blocks, dequantized by its own decoder on every use."""
+    """A foreign number format (NF4, LLM.int8, K-quants): raw blocks, dequantized by their own decoder on every use."""
 
     layout = "blocks"
 

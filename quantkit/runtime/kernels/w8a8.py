@@ -1,7 +1,8 @@
-"""Int8 weights times int8 activations in torch: the reference that the Triton kernel is tested against, and what a CPU runs.
+"""Int8 weights times int8 activations in torch: the reference of the Triton kernel, and the kernel of a CPU.
 
-``linear_w8a8(x, w, bias)[t, n] = scale_x[t] * scale_w[n] * sum_k code_x[t, k] code_w[n, k] + bias[n]``, with ``core.activations`` for
-x. The sum is exact; both scales and the bias are applied in float32; the result is cast to ``x.dtype`` at the end.
+``linear_w8a8(x, w, bias)[t, n] = scale_x[t] * scale_w[n] * sum_k code_x[t, k] code_w[n, k] + bias[n]``, with
+``core.activations`` for x. The sum is exact; both scales and the bias are applied in float32; the result is cast to
+``x.dtype`` at the end.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ from quantkit.core.activations import quantize_tokens
 from quantkit.core.qtensor import QuantTensor
 from quantkit.runtime.kernels.reference import PackedWeight
 
-EXACT_INPUTS = (
-    1024  # products of codes, at most 127 * 128 each, add up to less than 2**24: exact in float32, in any order
-)
-# Measured by hand on one thread of an AVX2 machine, torch 2.13: _int_mm, which is not blocked there, takes a third of the time
-# for one token and 30 times as long for 128.
+# products of codes, at most 127 * 128 each, add up to less than 2**24: exact in float32, in any order
+EXACT_INPUTS = 1024
+# Measured by hand on one thread of an AVX2 machine, torch 2.13: _int_mm, which is not blocked there, takes a third of
+# the time for one token and 30 times as long for 128.
 FEW_TOKENS = 4
 
 
 class W8A8Weight(PackedWeight):
     """Signed bytes and one scale per row. codes: int8 ``[out, in]``; scales: fp16/bf16 ``[out]``.
 
-    triton: whether the kernels of ``triton_w8a8.py`` read it (the same bytes) or this file's.
+    triton: whether the kernels of ``triton/w8a8.py`` read it (the same bytes) or this file's.
     """
 
     layout = "w8a8"
@@ -45,7 +45,10 @@ class W8A8Weight(PackedWeight):
 
 
 def linear_w8a8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x: ``[tokens, in]``, any float dtype -> ``[tokens, out]`` in ``x.dtype``."""
+    """Multiply int8 weights by x, rounded to int8.
+
+    x: ``[tokens, in]``, any float dtype -> ``[tokens, out]`` in ``x.dtype``.
+    """
     assert isinstance(weight, W8A8Weight)
     codes, scale = quantize_tokens(x)
     if x.shape[0] <= FEW_TOKENS and not x.is_cuda:

@@ -18,18 +18,20 @@ parts = st.lists(
 )
 
 
-def total(damage: list[dict[int, float]], chosen: tuple[int, ...] | list[int]) -> float:
-    return sum(part[bits] for part, bits in zip(damage, chosen, strict=True))
+def total(sensitivity: list[dict[int, float]], chosen: tuple[int, ...] | list[int]) -> float:
+    return sum(part[bits] for part, bits in zip(sensitivity, chosen, strict=True))
 
 
 @settings(max_examples=150, deadline=None)
 @given(parts, st.floats(2, 9))
-def test_no_choice_within_the_budget_is_better(damage: list[dict[int, float]], budget: float) -> None:
-    found = allocate(damage, budget)
-    most = math.floor(budget * len(damage) + 1e-6)
+def test_no_choice_within_the_budget_is_better(sensitivity: list[dict[int, float]], budget: float) -> None:
+    found = allocate(sensitivity, budget)
+    most = math.floor(budget * len(sensitivity) + 1e-6)
     assert sum(found) <= most
-    best = min(total(damage, tried) for tried in itertools.product(WIDTHS, repeat=len(damage)) if sum(tried) <= most)
-    assert total(damage, found) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    best = min(
+        total(sensitivity, tried) for tried in itertools.product(WIDTHS, repeat=len(sensitivity)) if sum(tried) <= most
+    )
+    assert total(sensitivity, found) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
 def test_where_rounding_costs_most_bits_are_spent() -> None:
@@ -69,35 +71,35 @@ unlike = st.lists(options, min_size=1, max_size=5)
 def test_parts_of_any_size_are_chosen_as_well_as_by_trying_all(
     parts: list[list[Option]], budget: int, unit: int
 ) -> None:
-    scaled = [[Option(option.cost * unit, option.damage) for option in part] for part in parts]
+    scaled = [[Option(option.cost * unit, option.sensitivity) for option in part] for part in parts]
     least = sum(min(option.cost for option in part) for part in scaled)
     if budget < least:
         with pytest.raises(RequestError, match=f"least possible is {least}"):
             Choices(scaled).within(budget)
         return
     tried = [
-        (sum(option.damage for option in choice), sum(option.cost for option in choice))
+        (sum(option.sensitivity for option in choice), sum(option.cost for option in choice))
         for choice in itertools.product(*scaled)
         if sum(option.cost for option in choice) <= budget
     ]
     chosen = [part[i] for part, i in zip(scaled, Choices(scaled).within(budget), strict=True)]
     assert sum(option.cost for option in chosen) <= budget
-    assert sum(option.damage for option in chosen) == pytest.approx(min(tried)[0], rel=1e-9, abs=1e-12)
+    assert sum(option.sensitivity for option in chosen) == pytest.approx(min(tried)[0], rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=100, deadline=None)
 @given(unlike, st.integers(2, 40))
-def test_on_a_coarse_grid_the_budget_still_holds_and_more_of_it_never_does_more_damage(
+def test_on_a_coarse_grid_the_budget_still_holds_and_more_of_it_never_costs_more_sensitivity(
     parts: list[list[Option]], states: int
 ) -> None:
     choices = Choices(parts, states)
-    damage = []
+    sensitivity = []
     for budget in range(choices.least, choices.most + 1):
         chosen = [part[i] for part, i in zip(parts, choices.within(budget), strict=True)]
         assert sum(option.cost for option in chosen) <= budget
-        damage.append(sum(option.damage for option in chosen))
-    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(damage))
-    assert damage[-1] == pytest.approx(sum(min(option.damage for option in part) for part in parts))
+        sensitivity.append(sum(option.sensitivity for option in chosen))
+    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(sensitivity))
+    assert sensitivity[-1] == pytest.approx(sum(min(option.sensitivity for option in part) for part in parts))
 
 
 @settings(max_examples=100, deadline=None)
@@ -109,10 +111,10 @@ def test_on_a_coarse_grid_a_choice_is_as_good_as_the_best_for_a_step_less_per_pa
     choices = Choices(parts, states)
     step = -(-(choices.most - choices.least) // states)
     tried = [
-        (sum(option.cost for option in choice), sum(option.damage for option in choice))
+        (sum(option.cost for option in choice), sum(option.sensitivity for option in choice))
         for choice in itertools.product(*parts)
     ]
     for budget in range(choices.least, choices.most + 1):
-        found = sum(part[i].damage for part, i in zip(parts, choices.within(budget), strict=True))
-        within = [damage for cost, damage in tried if cost <= budget - len(parts) * (step - 1)]
+        found = sum(part[i].sensitivity for part, i in zip(parts, choices.within(budget), strict=True))
+        within = [sensitivity for cost, sensitivity in tried if cost <= budget - len(parts) * (step - 1)]
         assert not within or found <= min(within) * (1 + 1e-9) + 1e-12

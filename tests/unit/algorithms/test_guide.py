@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from quantkit.algorithms.guide import RIDGES, Guide, _ridge, bytes_to_fit, fit_guide
 from quantkit.calibrate.capture import observe
 from quantkit.calibrate.gradients import listening
-from quantkit.convert.measured import NUMBERS, keep_measured, kept_measured
-from quantkit.convert.probe import Measured
+from quantkit.convert.job.records import NUMBERS, keep_measured, kept_measured
+from quantkit.convert.results import Measured
 from quantkit.core.host import current_rss, peak_rss, release_free_memory, restart_peak
-from quantkit.model.stepper import Call
+from quantkit.model.stepper import BlockArguments
 
 
 class Gated(nn.Module):
@@ -212,7 +212,7 @@ def test_the_memory_of_the_fit_is_foretold() -> None:
 
 def test_statistics_are_weighted_where_the_guide_knows_all_linears_that_read_them() -> None:
     torch.manual_seed(3)
-    block, call = Gated(), Call((), {})
+    block, call = Gated(), BlockArguments((), {})
     states = [torch.randn(2, 5, 6) for _ in range(2)]
     seen = torch.randn(1, 400, 6)
     guide = fit_guide(ROWS, [seen], [{"up": lawful(seen[0]), "gate": lawful(seen[0]).square()}])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.capture import observe
-from quantkit.model.stepper import Call, run_block
+from quantkit.model.stepper import BlockArguments, run_block
 
 
 class Gated(nn.Module):
@@ -23,7 +23,7 @@ class Gated(nn.Module):
 
 def test_original_states_are_advanced_and_every_input_is_compared_with_its_own() -> None:
     torch.manual_seed(0)
-    block, call = Gated(), Call((), {})
+    block, call = Gated(), BlockArguments((), {})
     states = [torch.randn(2, 5, 6) for _ in range(2)]
     exact = [state + 0.1 * torch.randn_like(state) for state in states]
     before, kept = [state.clone() for state in exact], [state.clone() for state in states]
@@ -44,7 +44,7 @@ def test_original_states_are_advanced_and_every_input_is_compared_with_its_own()
 
 def test_original_states_go_on_where_nothing_is_observed() -> None:
     torch.manual_seed(1)
-    block, call = Gated(), Call((), {})
+    block, call = Gated(), BlockArguments((), {})
     exact = [torch.randn(1, 3, 6)]
     wanted = run_block(block, exact[0], call)
     assert observe(block, [torch.zeros(1, 3, 6)], call, [], None, exact) == []
@@ -53,7 +53,7 @@ def test_original_states_go_on_where_nothing_is_observed() -> None:
 
 def test_original_states_go_on_without_a_comparison() -> None:
     torch.manual_seed(2)
-    block, call = Gated(), Call((), {})
+    block, call = Gated(), BlockArguments((), {})
     exact = [torch.randn(1, 3, 6)]
     wanted = run_block(block, exact[0], call)
     (found,) = observe(block, [torch.zeros(1, 3, 6)], call, [("up", "gate")], None, exact, False)

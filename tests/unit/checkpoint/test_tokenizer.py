@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from quantkit.checkpoint import gguf_tokenizer
 from quantkit.checkpoint.gguf_tokenizer import BYTE, CONTROL, NORMAL, USER_DEFINED, merges_from_scores, rebuild
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.texts import load_text
-from quantkit.checkpoint.tokenizer import PROBE, check_round_trip, load_tokenizer, wants_bos, write_tokenizer
+from quantkit.checkpoint.tokenizer import ROUND_TRIP_TEXT, check_round_trip, load_tokenizer, wants_bos, write_tokenizer
 from quantkit.errors import RequestError, SourceError, UnsupportedModel
 
 Metadata = dict[str, Any]
@@ -78,7 +78,7 @@ ORIGINALS = {
 def test_byte_level_vocabulary_gives_the_originals_ids(pre: str, corpus: list[str]) -> None:
     original = train(corpus, ORIGINALS[pre], normalizers.NFC() if pre == "qwen2" else None)
     rebuilt = rebuild(byte_level_metadata(original, pre), Path("x.gguf"))
-    for text in (SENTENCES, PROBE, *corpus[-20:]):
+    for text in (SENTENCES, ROUND_TRIP_TEXT, *corpus[-20:]):
         assert rebuilt.tokenizer.encode(text).ids == original.encode(text).ids
     assert rebuilt.special == {"bos_token": "<|start|>", "eos_token": "<|end|>"}
     assert rebuilt.add_bos is False
@@ -129,7 +129,7 @@ def test_sentencepiece_merges_are_recovered_from_scores(prefix: bool, corpus: li
     assert rebuilt.tokenizer.encode(plain, add_special_tokens=False).ids == original.encode(plain).ids
     assert rebuilt.add_bos is True  # what llama.cpp does for a file that does not say
     assert rebuilt.tokenizer.encode("word").ids[0] == 1
-    for text in (PROBE, SENTENCES.replace("</s>", "")):
+    for text in (ROUND_TRIP_TEXT, SENTENCES.replace("</s>", "")):
         ids = rebuilt.tokenizer.encode(text, add_special_tokens=False).ids
         assert rebuilt.tokenizer.decode(ids) == text
 

@@ -8,16 +8,10 @@ import pytest
 import torch
 
 from quantkit.algorithms.kv import KVObserver, LayerRanges
-from quantkit.convert.cache import (
-    BUDGET_BITS,
-    CacheRequest,
-    engine_scales,
-    from_record,
-    label_words,
-    summary,
-    summary_lines,
-    to_record,
-)
+from quantkit.convert.job.records import from_record, to_record
+from quantkit.convert.options.kv_request import BUDGET_BITS, CacheRequest, label_words
+from quantkit.convert.report.kv_cache import summary, summary_lines
+from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
 from quantkit.core.kvscheme import KVScheme
 
 NAMES = [f"model.layers.{i}.self_attn" for i in range(3)]
@@ -35,21 +29,23 @@ def budgeted(budget: float, weights: tuple[float, ...] = (1, 100, 1)) -> tuple[C
     asked, layers = CacheRequest(KVScheme(), budget), {}
     for name, weight in zip(NAMES, weights, strict=True):
         ranges = observer().ranges(asked.candidates())
-        damage = {bits: weight * 4.0**-bits for bits in BUDGET_BITS}
-        layers[name] = LayerRanges(ranges.keys, ranges.values, damage, {b: cost / 10 for b, cost in damage.items()})
+        sensitivity = {bits: weight * 4.0**-bits for bits in BUDGET_BITS}
+        layers[name] = LayerRanges(
+            ranges.keys, ranges.values, sensitivity, {b: cost / 10 for b, cost in sensitivity.items()}
+        )
     return asked, layers
 
 
 def test_without_a_budget_all_layers_are_alike() -> None:
     asked = CacheRequest(KVScheme.of("k4v2", "static"))
-    plan = asked.decide({name: observer().ranges(asked.candidates()) for name in NAMES})
+    plan = decide_cache(asked, {name: observer().ranges(asked.candidates()) for name in NAMES})
     assert plan.layers == dict.fromkeys(NAMES, KVScheme.of("k4v2", "static"))
     assert (plan.scheme, plan.label) == (KVScheme.of("k4v2", "static"), "k4v2")
 
 
 def test_a_budget_goes_to_what_costs_most_and_scales_are_those_of_its_bits() -> None:
     asked, layers = budgeted(3.0)
-    plan = asked.decide(layers)
+    plan = decide_cache(asked, layers)
     found = {name: (one.keys, one.values) for name, one in plan.layers.items()}
     assert found[NAMES[1]][0] == max(bits for pair in found.values() for bits in pair)
     assert sum(map(sum, found.values())) <= 3.0 * 6
@@ -70,7 +66,7 @@ def test_a_budget_goes_to_what_costs_most_and_scales_are_those_of_its_bits() -> 
 def test_stored_bits_count_the_scales_of_pages(bits: int | str, scales: str, stored: float) -> None:
     asked = CacheRequest(KVScheme.of(bits, scales))  # type: ignore[arg-type]
     layers = {name: observer().ranges(asked.candidates()) for name in NAMES}
-    assert summary(asked.decide(layers), layers, None)["stored_bits"] == stored
+    assert summary(decide_cache(asked, layers), layers, None)["stored_bits"] == stored
 
 
 def test_a_record_gives_back_every_bit() -> None:
@@ -81,12 +77,12 @@ def test_a_record_gives_back_every_bit() -> None:
                 old, new = getattr(ranges, side), getattr(back, side)
                 assert list(old) == list(new)
                 assert all(torch.equal(a, b) for bits in old for a, b in zip(old[bits], new[bits], strict=True))
-            assert (back.key_damage, back.value_damage) == (ranges.key_damage, ranges.value_damage)
+            assert (back.key_sensitivity, back.value_sensitivity) == (ranges.key_sensitivity, ranges.value_sensitivity)
 
 
 def test_engines_find_the_scales_beside_the_stored_projections() -> None:
     asked = CacheRequest(KVScheme.of("fp8"))
-    plan = asked.decide({name: observer(i).ranges(asked.candidates()) for i, name in enumerate(NAMES)})
+    plan = decide_cache(asked, {name: observer(i).ranges(asked.candidates()) for i, name in enumerate(NAMES)})
     stored = {
         f"{name}.{part}": f"language_{name}.{part}" for name in NAMES for part in ("q_proj.weight", "o_proj.weight")
     }

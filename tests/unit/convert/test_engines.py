@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.convert.engine_table import ENGINES
-from quantkit.convert.engines import Checkpoint, Verdict, lint, verdict_lines
-from quantkit.convert.targets import Target
+from quantkit.convert.engines.lint import lint
+from quantkit.convert.engines.rules import Checkpoint, Verdict, unread_format_lines, verdict_lines
+from quantkit.convert.engines.table import ENGINES
+from quantkit.convert.plan.targets import Target
 from quantkit.core.scheme import Scheme
 
 
@@ -201,3 +202,10 @@ def test_engines_that_do_not_know_a_format_share_a_line() -> None:
     assert "they do not read the format native" in lines[2]
     assert lines[3].startswith("nothing but quantkit")
     assert not any("nothing but" in line for line in verdict_lines(lint(checkpoint(Scheme(4, 128, True)))))
+
+
+def test_engines_that_do_not_read_the_format_share_a_line_whatever_their_reasons_say() -> None:
+    refusing = [Verdict(name, "1", False, None, "any words.", "", unread_format="native") for name in ("A", "B")]
+    speaking = Verdict("C", "1", False, None, "does not read the format of this head.", "")
+    assert unread_format_lines([*refusing, speaking]) == ["none of A 1, B 1: they do not read the format native."]
+    assert "C 1: no. Does not read the format of this head." in verdict_lines([*refusing, speaking])

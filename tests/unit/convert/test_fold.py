@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.capture import observe
-from quantkit.convert.block import InputGroup
-from quantkit.convert.fold import _Stage
+from quantkit.convert.results import InputGroup
+from quantkit.convert.stages.fold import _Stage
 from quantkit.model.folds import Fold, find_folds
 from quantkit.model.skeleton import find_blocks
-from quantkit.model.stepper import Call, input_groups, record
+from quantkit.model.stepper import BlockArguments, input_groups, record
 from quantkit.model.twin import small_twin
 
 PLAN: Any = SimpleNamespace(targets={}, rewritten=[])  # nothing is quantized and nothing stored: no rounding anywhere
 
 
-def observed(block: nn.Module, names: list[tuple[str, ...]], x: Tensor, y: Tensor, call: Call) -> list[InputGroup]:
+def observed(
+    block: nn.Module, names: list[tuple[str, ...]], x: Tensor, y: Tensor, call: BlockArguments
+) -> list[InputGroup]:
     """Statistics of the inputs when ``x`` enters the block, and ``y`` the original model's in its place."""
     found = observe(block, [x.clone()], call, names, None, [y.clone()])
     return [

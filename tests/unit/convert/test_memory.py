@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from quantkit.convert.device import check_device
-from quantkit.convert.memory import Prediction, Sizes, predict
+from quantkit.convert.plan.memory import Prediction, Sizes, check_device, predict
 
 HIDDEN, INNER = 4096, 14336
 LARGE = Sizes(  # a block of an 8B model, 128 windows of 2048 tokens

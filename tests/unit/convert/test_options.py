@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 
 import quantkit
-from quantkit.convert.allocation import _askable
-from quantkit.convert.options import (
-    DEFAULTS,
-    ConvertOptions,
-    apply_preset,
-    method_words,
-    parse_size,
-)
-from quantkit.convert.refusals import refuse_unknown, refuse_without_effect
+from quantkit.convert.options.checks import refuse_unknown, refuse_without_effect
+from quantkit.convert.options.options import DEFAULTS, ConvertOptions, method_words, parse_size
+from quantkit.convert.options.presets import apply_preset
+from quantkit.convert.plan.bit_budget import _askable
 from quantkit.errors import RequestError
 
 
@@ -35,7 +30,7 @@ from quantkit.errors import RequestError
         (dict(method="awq", scales="minmax", damping=0.1), "--damping has no effect: --method awq --scales minmax"),
         (dict(method="rtn", kv_bits=8, damping=0.1, samples=4), "--damping has no effect"),
         (dict(target_bpw=4.25, bits=4), r"--bits has no effect: --target-bpw 4\.25 chooses the bits"),
-        (dict(method="rtn", products="bf16x3"), "--products has no effect: --method rtn reads no text"),
+        (dict(method="rtn", matmul_precision="bf16x3"), "--matmul-precision has no effect: --method rtn reads no text"),
     ],
 )
 def test_options_without_effect_are_refused_together(given: dict[str, Any], said: str) -> None:
@@ -79,7 +74,7 @@ def test_a_method_that_always_scales_channels_cannot_be_told_not_to(method: str)
             seq_len=1024,
             seed=0,
             calibration="wikipedia-sample",
-            products="auto",
+            matmul_precision="auto",
         ),
         dict(kv_scales="online"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.convert.rules import choose_schemes, parse_rule, parse_rules, split_siblings
+from quantkit.convert.options.rules import choose_schemes, parse_rule, parse_rules, split_siblings
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
@@ -101,8 +101,11 @@ def test_a_rule_in_the_shadow_of_earlier_ones_is_a_problem() -> None:
     rules = parse_rules(["*.down_proj=bits:8", "mlp.*=bits:6", "mlp.up_proj=keep", "layers.0.mlp.*=bits:5"], BASE)
     problems = choose_schemes(rules, BASE, LINEARS, OUTSIDE).problems
     assert len(problems) == 2
-    assert "'mlp.up_proj=keep' has no effect" in problems[0]
-    assert "*.down_proj=bits:8, mlp.*=bits:6" in problems[1] or "mlp.*=bits:6, *.down_proj=bits:8" in problems[1]
+    assert "'mlp.up_proj=keep' has no effect" in problems[0].subject
+    assert (
+        "*.down_proj=bits:8, mlp.*=bits:6" in problems[1].reason
+        or "mlp.*=bits:6, *.down_proj=bits:8" in problems[1].reason
+    )
 
 
 @pytest.mark.parametrize(

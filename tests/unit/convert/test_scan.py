@@ -8,8 +8,9 @@ import pytest
 import torch
 from architectures import tiny_model
 
-from quantkit.checkpoint.source import Source, open_source
-from quantkit.convert.scan import refuse_non_finite
+from quantkit.checkpoint.open import open_source
+from quantkit.checkpoint.source import Source
+from quantkit.convert.stages.check_finite import refuse_non_finite
 from quantkit.errors import NumericsError
 from quantkit.model.rotate import RotatedSource
 from quantkit.model.skeleton import Weights, build_skeleton

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from quantkit.errors import RequestError, SourceError
-from quantkit.evaluate.planted import DEPTHS, Answer, PlantedText, answer_log_probs, measure_planted, plant
+from quantkit.evaluate.kv_cache.planted_facts import (
+    DEPTHS,
+    Answer,
+    PlantedText,
+    answer_log_probs,
+    measure_planted,
+    plant,
+)
 
 TEXT = list(range(1000, 4000))
 

@@ -10,14 +10,14 @@ from architectures import MOE, tiny_config, tiny_model
 from torch import nn
 
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import Layout, expert_modules, fill, find_layout, is_fused, routers, unfuse_experts
+from quantkit.model.experts import ExpertLayout, expert_modules, fill, find_layout, is_fused, routers, unfuse_experts
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
 from quantkit.model.stepper import input_groups, record
 
 LAYOUTS = {
-    "mixtral": Layout(False, False, False),
-    "qwen3_moe": Layout(False, False, False),
-    "gpt_oss": Layout(True, True, True),
+    "mixtral": ExpertLayout(False, False, False),
+    "qwen3_moe": ExpertLayout(False, False, False),
+    "gpt_oss": ExpertLayout(True, True, True),
 }
 
 
@@ -117,7 +117,7 @@ def test_a_family_never_seen_is_understood_by_experiment() -> None:
             up, gate = both[..., ::2], both[..., 1::2]
             return torch.nn.functional.gelu(gate) * up
 
-    assert find_layout(Gated(), "here") == Layout(False, False, False)
+    assert find_layout(Gated(), "here") == ExpertLayout(False, False, False)
     with pytest.raises(UnsupportedModel, match="here: which of its outputs are gates"):
         find_layout(UpFirst(), "here")  # gates come second: written as gate_proj, an engine would swap them
 

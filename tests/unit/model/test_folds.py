@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quantkit.model.folds import Fold, apply_fold, find_folds, shared_modules
 from quantkit.model.skeleton import find_blocks
-from quantkit.model.stepper import Call, record, run_block
+from quantkit.model.stepper import BlockArguments, record, run_block
 from quantkit.model.twin import small_twin
 
 ATTENTION, VALUES = (
@@ -52,7 +52,7 @@ GROUPED: dict[str, dict[str, Any]] = {
 }
 
 
-def first_block(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Call]:
+def first_block(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, BlockArguments]:
     twin = small_twin({"model_type": kind, **GROUPED.get(kind, {})}, dtype)
     ids = torch.randint(3, 100, (2, 17), generator=torch.Generator().manual_seed(1))
     recording = record(twin, find_blocks(twin), ids)
@@ -135,7 +135,7 @@ class Toy(nn.Module):
 def test_whoever_else_reads_a_producer_makes_the_fold_fail(plant: str, accepted: list[str]) -> None:
     block = Toy(plant)
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-    search = find_folds(block, x, Call((), {}))
+    search = find_folds(block, x, BlockArguments((), {}))
     names = [f.describe() for f in search.accepted]
     if plant == "late reader":
         accepted = ["norm -> up, late", "up -> down"]
@@ -151,7 +151,9 @@ def test_modules_that_other_blocks_use_are_not_scaled() -> None:
     for block in model.blocks:
         block.norm = shared
     assert shared_modules(model, "blocks.0") == {"norm"}
-    search = find_folds(model.blocks[0], torch.randn(1, 4, 8), Call((), {}), shared_modules(model, "blocks.0"))
+    search = find_folds(
+        model.blocks[0], torch.randn(1, 4, 8), BlockArguments((), {}), shared_modules(model, "blocks.0")
+    )
     assert [f.producer for f in search.accepted] == ["up"]
     assert next(r for r in search.refused if r.producer == "norm").reason == "other blocks use it too"
 
@@ -183,7 +185,7 @@ def test_experts_fold_one_by_one_and_idle_ones_like_their_namesakes() -> None:
     torch.manual_seed(0)
     block = Experts()
     x = torch.randn(1, 32, 8)
-    folds = find_folds(block, x, Call((), {})).accepted
+    folds = find_folds(block, x, BlockArguments((), {})).accepted
     norm: Fold = folds[0]
     assert set(norm.consumers) == {"gate", *(f"experts.{i}.up" for i in range(3))}
     assert [(f.producer, list(f.consumers)) for f in folds[1:]] == [

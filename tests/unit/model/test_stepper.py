@@ -13,7 +13,7 @@ from torch import nn
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.errors import NumericsError, SourceError, UnsupportedModel
 from quantkit.model.skeleton import Weights, block_linears, build_skeleton, find_blocks
-from quantkit.model.stepper import Call, input_groups, record, run_block, run_norm, run_tail, same_call
+from quantkit.model.stepper import BlockArguments, input_groups, record, run_block, run_norm, run_tail, same_call
 
 
 class InMemory:
@@ -254,6 +254,6 @@ class OddBlock(torch.nn.Module):
 
 def test_a_linear_that_never_runs_is_a_group_of_its_own_and_one_that_runs_twice_is_refused() -> None:
     x = torch.ones(1, 2, 4)
-    assert input_groups(OddBlock(False), x, Call((), {})) == [("used",), ("idle",)]
+    assert input_groups(OddBlock(False), x, BlockArguments((), {})) == [("used",), ("idle",)]
     with pytest.raises(UnsupportedModel, match="used: runs more than once"):
-        input_groups(OddBlock(True), x, Call((), {}))
+        input_groups(OddBlock(True), x, BlockArguments((), {}))

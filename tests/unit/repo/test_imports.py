@@ -12,9 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "quantkit"
 
-# Which rooms each room may import, besides itself and quantkit.errors.
+# Which rooms each room may import, besides itself, quantkit.errors and quantkit.version.
 ALLOWED = {
     "errors": set(),
+    "version": set(),
     "core": set(),
     "checkpoint": {"core"},
     "algorithms": {"core"},
@@ -104,7 +105,7 @@ def test_rooms_import_one_way():
             if module.startswith("quantkit."):
                 target = module.split(".")[1]
                 known = target in ALLOWED
-                if known and target not in ALLOWED[room(path)] | {room(path), "errors"}:
+                if known and target not in ALLOWED[room(path)] | {room(path), "errors", "version"}:
                     wrong.append(f"{where(path, line)}: {room(path)} must not import {module}")
     assert not wrong, "\n".join(wrong)
 
@@ -128,22 +129,23 @@ def test_triton_is_imported_only_in_its_kernels():
         for path in files()
         for module, line, _ in imports(path)
         if module.split(".")[0] == "triton"
-        and not path.relative_to(PACKAGE).as_posix().startswith("runtime/kernels/triton_")
+        and not path.relative_to(PACKAGE).as_posix().startswith("runtime/kernels/triton/")
     ]
     assert not wrong, wrong
 
 
 def test_numba_is_imported_only_in_its_kernels_and_those_only_when_used():
-    """Its decorators stand at module level, so those modules are imported by name inside functions (runtime/workers.py)."""
-    kernels = "runtime/kernels/cpu_numba"
+    """Its decorators stand at module level, so those modules are imported by name inside functions (kernels/numba/threads.py)."""
+    kernels = "runtime/kernels/numba/"
     wrong = []
     for path in files():
         inside = path.relative_to(PACKAGE).as_posix().startswith(kernels)
         for module, line, _ in imports(path):
             if module.split(".")[0] in ("numba", "llvmlite") and not inside:
-                wrong.append(f"{where(path, line)}: {module} belongs to {kernels}*.py")
-            if module.startswith("quantkit.runtime.kernels.cpu_numba") and not inside:
-                wrong.append(f"{where(path, line)}: {module} is optional; use workers.compiled()")
+                wrong.append(f"{where(path, line)}: {module} belongs to {kernels}")
+            kernel = module.startswith("quantkit.runtime.kernels.numba.") and not module.endswith(".threads")
+            if kernel and not inside:
+                wrong.append(f"{where(path, line)}: {module} is optional; use threads.compiled()")
     assert not wrong, "\n".join(wrong)
 
 

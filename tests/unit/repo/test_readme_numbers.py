@@ -1,4 +1,4 @@
-"""Every figure the README shows stands in eval/results/, which commands made."""
+"""Every figure the README, docs/features.md and the tables of docs/quality.md show stands in eval/results/, which commands made."""
 
 from __future__ import annotations
 
@@ -41,45 +41,57 @@ def is_rounding_of(shown: str, numbers: list[Decimal]) -> bool:
     return any(abs(number * scale - value) <= half for number in numbers for scale in SCALES)
 
 
-@pytest.fixture(scope="module")
-def readme() -> str:
-    return (ROOT / "README.md").read_text(encoding="utf-8")
+def page(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
-def test_the_readmes_tables_are_what_the_results_say(readme):
-    module = results_table()
-    for name, table in module.tables().items():
-        assert module.block_of(readme, name) == table, f"{name}: run `python eval/results_table.py`"
+def durations() -> list[Decimal]:
+    """What the tables call minutes, from the seconds of every row."""
+    results = [json.loads(path.read_text()) for path in sorted((ROOT / "eval" / "results").glob("*.json"))]
+    made = [result.get("quantization") for result in results if isinstance(result, dict)]
+    return [Decimal(repr(one["seconds"])) / 60 for one in made if isinstance(one, dict) and "seconds" in one]
 
 
-@pytest.mark.parametrize("path", ["docs/kv.md", "docs/quality.md", "calibration/studies/README.md"])
-def test_the_tables_of_other_pages_are_what_the_results_say(path):
-    module, page = results_table(), (ROOT / path).read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", ["README.md", "docs/kv.md", "docs/quality.md", "calibration/studies/README.md"])
+def test_the_tables_of_a_page_are_what_the_results_say(path):
+    module, text = results_table(), page(path)
     for name, table in module.PAGES[path]().items():
-        assert module.block_of(page, name) == table, f"{name}: run `python eval/results_table.py`"
+        assert module.block_of(text, name) == table, f"{name}: run `python eval/results_table.py`"
 
 
-@pytest.mark.parametrize("name", ["results", "peers"])
-def test_every_number_of_a_table_rounds_a_figure_in_the_results(readme, name):
-    rows = [line for line in results_table().block_of(readme, name).splitlines() if line.startswith("|")][2:]
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("README.md", "presets"),
+        ("README.md", "short"),
+        ("docs/quality.md", "results"),
+        ("docs/quality.md", "peers"),
+        ("docs/quality.md", "times"),
+    ],
+)
+def test_every_number_of_a_table_rounds_a_figure_in_the_results(path, name):
+    rows = [line for line in results_table().block_of(page(path), name).splitlines() if line.startswith("|")][2:]
     assert rows, f"the table of {name} is empty"
-    numbers = measured()
+    numbers = [*measured(), *(durations() if name == "presets" else [])]
     for line in rows:
         cells = line.strip("|").split("|")
         for shown in re.findall(r"\d+(?:\.\d+)?", " ".join(cells[2:])):  # after the names of model and method
             assert is_rounding_of(shown, [*numbers, Decimal(16)]), f"{shown} in {line!r} is not in eval/results/"
 
 
-def test_figures_elsewhere_in_the_readme_are_in_the_results_too(readme):
+@pytest.mark.parametrize("path", ["README.md", "docs/features.md"])
+def test_figures_outside_the_tables_are_in_the_results_too(path):
     """Numbers with three or more places are measurements wherever they stand (perplexity 28.012, KL 0.250)."""
     numbers = measured()
     lost = [
-        shown for shown in re.findall(r"(?<![\d.])\d+\.\d{3,}(?![\d.])", readme) if not is_rounding_of(shown, numbers)
+        shown
+        for shown in re.findall(r"(?<![\d.])\d+\.\d{3,}(?![\d.])", page(path))
+        if not is_rounding_of(shown, numbers)
     ]
     assert not lost, f"not in eval/results/: {lost}"
 
 
-CLAIMS = [  # words of the README around a figure, the row it is of, and which figure of it
+CLAIMS = [  # words of docs/features.md around a figure, the row it is of, and which figure of it
     (r"`--preset best` ([\d.]+) \(", "smollm2-135m-best-w4-g64-asym", "kl_mean"),
     (r"`balanced` ([\d.]+), `fast`", "smollm2-135m-balanced-w4-g64-asym", "kl_mean"),
     (r"reads no text, ([\d.]+) \(", "smollm2-135m-fast-w4-g64-asym", "kl_mean"),
@@ -95,11 +107,11 @@ CLAIMS = [  # words of the README around a figure, the row it is of, and which f
 
 
 @pytest.mark.parametrize(("words", "row", "figure"), CLAIMS, ids=[f"{row} {figure}" for _, row, figure in CLAIMS])
-def test_what_the_readme_begins_with_is_of_the_row_it_names(readme, words, row, figure):
+def test_what_the_features_page_claims_is_of_the_row_it_names(words, row, figure):
     result = json.loads((ROOT / "eval" / "results" / f"{row}.json").read_text(encoding="utf-8"))
     value = result["evaluation" if figure == "kl_mean" else "quantization"][figure]
-    shown = re.findall(words, readme)
-    assert len(shown) == 1, f"{words!r} is in the README {len(shown)} times"
+    shown = re.findall(words, page("docs/features.md"))
+    assert len(shown) == 1, f"{words!r} is on the page {len(shown)} times"
     assert is_rounding_of(shown[0], [Decimal(repr(value))]), f"{shown[0]} for {value} of {row}"
 
 
@@ -107,3 +119,7 @@ def test_a_number_that_was_not_measured_is_found():
     assert is_rounding_of("27.75", [Decimal("27.7513")])
     assert is_rounding_of("96.2", [Decimal("0.96213")])
     assert not is_rounding_of("27.76", [Decimal("27.7513")])
+
+
+def test_the_readme_stays_short():
+    assert len(page("README.md").split()) <= 900

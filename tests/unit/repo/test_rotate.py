@@ -11,7 +11,7 @@ import torch
 from architectures import tiny_config
 from scripts import script
 
-from quantkit.checkpoint.source import open_source
+from quantkit.checkpoint.open import open_source
 from quantkit.errors import UnsupportedModel
 from quantkit.model.rotate import RotatedSource, hadamard, turn
 

@@ -107,7 +107,8 @@ def float_folder(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def packed_folder(tmp_path: Path) -> Callable[..., Path]:
     """Writes the same model with its block linears quantized: ``packed_folder("llama", Scheme(4, 32))``."""
-    from quantkit.formats import Layout, writer_format
+    from quantkit.formats import writer_format
+    from quantkit.formats.interface import CheckpointLayout
 
     def make(kind: str, scheme: Scheme, format_name: str = "native", **changes: Any) -> Path:
         config = tiny_config(kind, **changes)
@@ -124,7 +125,7 @@ def packed_folder(tmp_path: Path) -> Callable[..., Path]:
                 tensors[name] = value
         if config["tie_word_embeddings"]:
             tensors.pop("lm_head.weight")
-        config["quantization_config"] = fmt.config(Layout(modules, ["lm_head"]), "0")
+        config["quantization_config"] = fmt.config(CheckpointLayout(modules, ["lm_head"]), "0")
         return save(tmp_path / f"{kind}-{format_name}", config, tensors)
 
     return make

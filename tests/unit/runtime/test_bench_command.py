@@ -12,8 +12,8 @@ import torch
 
 from quantkit.cli.main import main
 from quantkit.core.scheme import Scheme
-from quantkit.evaluate.speed import bench, whole_numbers
-from quantkit.evaluate.traffic import held, kv_bytes_per_step, weight_bytes_per_step
+from quantkit.evaluate.speed.bench import bench, whole_numbers
+from quantkit.evaluate.speed.traffic import kv_bytes_per_step, model_memory, weight_bytes_per_step
 from quantkit.runtime.load import load
 
 Folder = Callable[..., Path]
@@ -21,7 +21,7 @@ Folder = Callable[..., Path]
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["quantkit", "bench", *arguments, "--device", "cpu"])
-    monkeypatch.setattr("quantkit.evaluate.traffic.STREAM_BYTES", 1 << 16)
+    monkeypatch.setattr("quantkit.evaluate.speed.traffic.STREAM_BYTES", 1 << 16)
     code = 0
     try:
         main()
@@ -94,9 +94,9 @@ def test_numbers_keep_their_order_and_repetitions_are_dropped() -> None:
 
 
 def test_threads_are_as_before_after_a_benchmark(float_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.evaluate.traffic.STREAM_BYTES", 1 << 16)
+    monkeypatch.setattr("quantkit.evaluate.speed.traffic.STREAM_BYTES", 1 << 16)
     before = torch.get_num_threads()
-    monkeypatch.setattr("quantkit.evaluate.speed.usable_cpus", lambda: before + 1)
+    monkeypatch.setattr("quantkit.evaluate.speed.bench.usable_cpus", lambda: before + 1)
     speed = bench(float_folder("llama"), prompt="4", new_tokens=2, repeat=1, threads=before + 1, device="cpu")
     assert speed.threads == before + 1
     assert torch.get_num_threads() == before
@@ -112,7 +112,7 @@ def test_a_step_reads_every_weight_but_of_an_embedding_only_its_rows(
     tied = load(float_folder("gemma3_text"), device="cpu", dtype="float32")
     assert weight_bytes_per_step(tied, 2) == tied.memory()["dense"]
     packed = load(packed_folder("llama", Scheme(4, 32)), device="cpu", dtype="float32")
-    memory = held(packed)
+    memory = model_memory(packed)
     assert memory.codes == sum(
         m.in_features * m.out_features // 2 for n, m in packed.module.named_modules() if n.endswith("proj")
     )
@@ -124,7 +124,7 @@ def test_a_step_reads_every_weight_but_of_an_embedding_only_its_rows(
 def test_without_numba_the_table_says_what_would_be_faster(
     packed_folder: Folder, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
-    monkeypatch.setattr("quantkit.evaluate.traffic.STREAM_BYTES", 1 << 16)
+    monkeypatch.setattr("quantkit.evaluate.speed.traffic.STREAM_BYTES", 1 << 16)
     folder = packed_folder("llama", Scheme(4, 32))
     speed = bench(folder, prompt="4", new_tokens=2, repeat=1, device="cpu", dtype="float32")
     speed.versions.pop("numba", None)
@@ -147,7 +147,7 @@ def test_a_dense_copy_serves_prompts_and_is_counted_as_memory_but_not_as_read(pa
     both = load(folder, device="cpu", dtype="float32", keep_dense=True)
     linears = [m for n, m in both.module.named_modules() if n.endswith("proj")]
     extra = sum(4 * m.in_features * m.out_features for m in linears)
-    assert held(both).dense == held(plain).dense + extra  # none of a head kept in 16 bits
+    assert model_memory(both).dense == model_memory(plain).dense + extra  # none of a head kept in 16 bits
     assert weight_bytes_per_step(both, 1) == weight_bytes_per_step(plain, 1)
     ids = torch.randint(0, 250, (1, 90), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(both(ids), plain(ids), rtol=1e-3, atol=1e-3)

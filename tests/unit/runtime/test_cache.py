@@ -11,10 +11,10 @@ from torch import Tensor
 from quantkit.core.kvpages import decode_keys, decode_values, encode_keys, encode_values, rotate
 from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme, LayerScales
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.runtime.cache import KVCache
-from quantkit.runtime.lease import lease, settle
-from quantkit.runtime.paged import LayerSpec, PagedLayer, layer_spec
-from quantkit.runtime.rows import fork, park, truncate, unpark
+from quantkit.runtime.kv_cache.cache import KVCache
+from quantkit.runtime.kv_cache.paged_layer import LayerSpec, PagedLayer, layer_spec
+from quantkit.runtime.kv_cache.reserve_ahead import commit, reserve_ahead
+from quantkit.runtime.kv_cache.sequences import fork, park, truncate, unpark
 
 CPU = torch.device("cpu")
 HEADS, DIM = 2, 16
@@ -64,7 +64,7 @@ def test_pages_older_than_the_newest_tokens_are_packed_and_all_others_exact(
     fill(cache, k, v, steps)
     scheme = cache.spec.scheme
     packed = (200 + 1 - scheme.recent) // PAGE_TOKENS if scheme.quantized else 0
-    assert [row.packed for row in cache.rows] == [packed] * 3
+    assert [row.packed for row in cache.sequences] == [packed] * 3
     keys, values = cache.read()
     for b in range(3):
         for found, wanted in zip((keys[b], values[b]), expected(k[b], v[b], scheme, packed), strict=True):
@@ -136,7 +136,7 @@ def test_a_sliding_window_frees_the_pages_it_has_left() -> None:
         torch.testing.assert_close(keys[:, :, -60:], k[:, :, -60:])
         pools = [pool for pool in (cache.exact, cache.packed) if pool is not None]
         assert sum(pool.in_use() for pool in pools) == sum(
-            len(row.exact_pages) + len(row.packed_pages) for row in cache.rows
+            len(row.exact_pages) + len(row.packed_pages) for row in cache.sequences
         )
 
 
@@ -155,7 +155,7 @@ def test_select_keeps_sequences_and_frees_the_pages_of_the_others() -> None:
 def test_a_fork_shares_full_pages_and_writes_into_its_own(bits: int) -> None:
     cache = layer(bits)
     fill(cache, *states(1, 300), [300])
-    used, before, row = cache.nbytes(), cache.read(), cache.rows[0]
+    used, before, row = cache.nbytes(), cache.read(), cache.sequences[0]
     assert row.packed == (3 if bits == 4 else 0)
     twins = fork(cache, [0, 0, 0])
     more = states(3, 100, seed=1)
@@ -168,7 +168,7 @@ def test_a_fork_shares_full_pages_and_writes_into_its_own(bits: int) -> None:
         fill(alone, more[0][b : b + 1], more[1][b : b + 1], [100])
         for found, wanted in zip(twins.read(), alone.read(), strict=True):
             assert torch.equal(found[b], wanted[0])
-    for twin in twins.rows:
+    for twin in twins.sequences:
         assert twin.packed_pages[: row.packed] == row.packed_pages
         assert set(row.exact_pages[:-1]) & set(twin.exact_pages) or bits == 4
     assert cache.nbytes() == used
@@ -224,7 +224,7 @@ def test_a_parked_sequence_comes_back_as_it_was(bits: int) -> None:
     for one, old in zip(cache.layers, before, strict=True):
         for found, wanted in zip(one.read(), old, strict=True):
             assert torch.equal(found, wanted[[0, 2, 1]])
-    assert park(cache.layers[0], 2).row.length == 200
+    assert park(cache.layers[0], 2).sequence.length == 200
     unpark(cache.layers[0], park(cache.layers[0], 0))
     assert cache.layers[0].batch == 4
 
@@ -265,7 +265,7 @@ def test_fp8_rounds_to_three_bits_of_mantissa() -> None:
 @pytest.mark.parametrize("window", [None, 70, 200])
 @pytest.mark.parametrize("begin", [[3, 90], [200, 130]])
 def test_leased_pages_hold_what_single_steps_would(bits: int, window: int | None, begin: list[int]) -> None:
-    """A kernel that goes ahead, as ``lease`` asks it to: it packs, then writes, by page numbers alone."""
+    """A kernel that goes ahead, as ``reserve_ahead`` asks it to: it packs, then writes, by page numbers alone."""
     steps, longest = 150, max(begin)
     k, v = states(2, longest + steps)
     caches = [layer(bits, window) for _ in range(2)]
@@ -274,21 +274,21 @@ def test_leased_pages_hold_what_single_steps_would(bits: int, window: int | None
         cache.append(k[:, :, :longest], v[:, :, :longest])
         cache.trim()
     single, ahead = caches
-    before = [row.packed for row in ahead.rows]
-    tables = lease(ahead, [n + steps for n in begin])
+    before = [row.packed for row in ahead.sequences]
+    tables = reserve_ahead(ahead, [n + steps for n in begin])
     for i in range(steps):
         new = k[:, :, longest + i, None], v[:, :, longest + i, None]
         single.append(*new)
         single.trim()
         for b, n in enumerate(begin):
             _step_by_table(ahead, b, n + i, before[b], tables, (new[0][b, :, 0], new[1][b, :, 0]))
-    settle(ahead, [n + steps for n in begin])
+    commit(ahead, [n + steps for n in begin])
     assert ahead.lengths == single.lengths
-    assert [(r.packed, r.dropped) for r in ahead.rows] == [(r.packed, r.dropped) for r in single.rows]
+    assert [(r.packed, r.dropped) for r in ahead.sequences] == [(r.packed, r.dropped) for r in single.sequences]
     for found, wanted in zip(ahead.read(), single.read(), strict=True):
         torch.testing.assert_close(found, wanted)
     pools = [pool for pool in (ahead.exact, ahead.packed) if pool is not None]
-    assert sum(p.in_use() for p in pools) == sum(len(r.exact_pages) + len(r.packed_pages) for r in ahead.rows)
+    assert sum(p.in_use() for p in pools) == sum(len(r.exact_pages) + len(r.packed_pages) for r in ahead.sequences)
 
 
 def _step_by_table(
@@ -322,7 +322,7 @@ def test_taking_back_into_a_shared_page_leaves_the_other_sequence_alone(bits: in
     fill(twin, *states(1, 4, seed=9), [4])
     for old, new in zip(before, cache.read(), strict=True):
         assert torch.equal(old, new)
-    assert cache.pool().in_use() == len({*cache.rows[0].exact_pages, *twin.rows[0].exact_pages})
+    assert cache.pool().in_use() == len({*cache.sequences[0].exact_pages, *twin.sequences[0].exact_pages})
 
 
 @pytest.mark.parametrize(("bits", "window"), [(4, None), (4, 70), (2, 200), (16, 70)])
@@ -331,8 +331,8 @@ def test_leased_pages_that_come_round_belong_to_one_sequence(bits: int, window: 
     begin = layer(bits, window)
     fill(begin, *states(1, 192), [192])
     single, ahead = fork(begin, [0, 0]), fork(begin, [0, 0])
-    before = [row.packed for row in ahead.rows]
-    tables = lease(ahead, [192 + 200] * 2)
+    before = [row.packed for row in ahead.sequences]
+    tables = reserve_ahead(ahead, [192 + 200] * 2)
     k, v = states(2, 200, seed=4)
     for i in range(200):
         new = k[:, :, i, None], v[:, :, i, None]
@@ -340,7 +340,7 @@ def test_leased_pages_that_come_round_belong_to_one_sequence(bits: int, window: 
         single.trim()
         for b in range(2):
             _step_by_table(ahead, b, 192 + i, before[b], tables, (new[0][b, :, 0], new[1][b, :, 0]))
-    settle(ahead, [192 + 200] * 2)
+    commit(ahead, [192 + 200] * 2)
     for found, wanted in zip(ahead.read(), single.read(), strict=True):
         torch.testing.assert_close(found, wanted)
 

@@ -13,9 +13,9 @@ from quantkit.algorithms.rtn import rtn
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import UnsupportedModel
-from quantkit.runtime.embedding import QuantEmbedding
 from quantkit.runtime.kernels.reference import WordsWeight
-from quantkit.runtime.linear import pack
+from quantkit.runtime.layers.embedding import QuantEmbedding
+from quantkit.runtime.layers.linear import pack
 
 IDS = torch.tensor([[0, 5, 79, 5], [31, 32, 33, 78]])
 

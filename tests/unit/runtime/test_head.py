@@ -10,10 +10,10 @@ import torch
 
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
-from quantkit.runtime import workers
-from quantkit.runtime.embedding import QuantEmbedding
-from quantkit.runtime.kernels.cpu_packed import HalfWeight
-from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.kernels.cpu_layouts import HalfWeight
+from quantkit.runtime.kernels.numba import threads
+from quantkit.runtime.layers.embedding import QuantEmbedding
+from quantkit.runtime.layers.linear import QuantLinear
 from quantkit.runtime.load import load
 
 Folder = Callable[..., Path]
@@ -42,7 +42,7 @@ def test_what_cannot_be_rounded_is_refused(float_folder: Folder) -> None:
         load(float_folder("llama"), device="cpu", head_bits=8, dequantize=True)
 
 
-@pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+@pytest.mark.skipif(not threads.available(), reason="numba is not installed (extra [cpu])")
 def test_a_head_stored_in_16_bits_stays_so_and_gives_the_same_logits(packed_folder: Folder, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

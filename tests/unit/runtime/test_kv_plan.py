@@ -9,7 +9,7 @@ import torch
 
 from quantkit.core.kvscheme import KVPlan, KVScheme, LayerScales
 from quantkit.errors import RequestError
-from quantkit.runtime.kv_plan import kv_plan
+from quantkit.runtime.kv_cache.choose import kv_plan
 
 NAME = "model.layers.0.self_attn"
 

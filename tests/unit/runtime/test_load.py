@@ -18,9 +18,9 @@ from quantkit.core.kvscheme import KVPlan, KVScheme, LayerScales
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError, RequestError, SourceError
 from quantkit.formats.kv_scales import FILE_NAME, read_kv_plan, write_kv_plan
-from quantkit.runtime.attention import attention_modules
-from quantkit.runtime.kv_plan import kv_plan
-from quantkit.runtime.linear import QuantLinear
+from quantkit.runtime.kv_cache.choose import kv_plan
+from quantkit.runtime.kv_cache.transformers_cache import attention_modules
+from quantkit.runtime.layers.linear import QuantLinear
 from quantkit.runtime.load import choose_dtype, load
 
 Folder = Callable[..., Path]

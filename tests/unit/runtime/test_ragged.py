@@ -11,8 +11,8 @@ from architectures import VOCAB, tiny_config
 from torch import Tensor
 
 from quantkit.core.kvscheme import KVPlan, KVScheme
-from quantkit.runtime.attention import transformers_cache
-from quantkit.runtime.engine import pad_left
+from quantkit.runtime.generate.loop import pad_left
+from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
 from quantkit.runtime.model import Model
 
 LENGTHS = (230, 150, 3)
@@ -60,7 +60,7 @@ def test_a_sequence_gives_in_a_ragged_batch_what_it_gives_alone(kind: str) -> No
     for bits in (16, 4):
         model = Model(
             module, config, device=torch.device("cpu"), dtype=torch.float32, read_tokenizer=lambda: None,
-            kv_plan=KVPlan(KVScheme.of(bits)), lean=False,
+            kv_plan=KVPlan(KVScheme.of(bits)), fast_step=False,
         )  # fmt: skip
         together = run(model, prompts)
         for found, prompt in zip(together, prompts, strict=True):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.errors import RequestError
-from quantkit.runtime.sampling import (
+from quantkit.runtime.generate.sampling import (
     GenerationOptions,
     Sampler,
     draw,

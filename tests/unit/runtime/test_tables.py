@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from quantkit.runtime.kernels.tables import ORDERS, RENAMED, UNITS, VALUES, entries, known_table, look_up
+from quantkit.runtime.kernels.triton.fp4_tables import ORDERS, RENAMED, UNITS, VALUES, entries, known_table, look_up
 
 CASES = [(kind, dtype) for kind in VALUES for dtype in (torch.bfloat16, torch.float16)]
 OFF = {"nf4": {torch.bfloat16: 1.9e-3, torch.float16: 2.1e-4}, "fp4": {torch.bfloat16: 1e-7, torch.float16: 1e-7}}

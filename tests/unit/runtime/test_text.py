@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.runtime.text import TextStream
+from quantkit.runtime.generate.text_stream import TextStream
 
 
 def feed(tokenizer: Any, text: str, stop: tuple[str, ...] = (), prompt: str = "Hi") -> tuple[list[str], TextStream]:

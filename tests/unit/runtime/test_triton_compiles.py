@@ -111,13 +111,19 @@ def check(result: dict[str, Any], arch: int) -> None:
 
 def derived(layer: Any, tokens: int, arch: int, dtype: str = "bf16") -> dict[str, Any]:
     """What runs on a large layer of this kind before anything was tuned."""
-    from quantkit.runtime.kernels.tiles import derive
-    from quantkit.runtime.kernels.triton_gemm import gemm_kernel
-    from quantkit.runtime.kernels.triton_gemv import gemv_kernel
-    from quantkit.runtime.kernels.triton_linear import _layout
+    from quantkit.runtime.kernels.triton.dequant import layout_constants
+    from quantkit.runtime.kernels.triton.gemm import gemm_kernel
+    from quantkit.runtime.kernels.triton.gemv import gemv_kernel
+    from quantkit.runtime.kernels.triton.tile_table import derive
 
     tile = derive(layer, tokens, 132, arch >= 90)
-    constants = {**FUSED, **_layout(layer), "FLUSH": layer.flush, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
+    constants = {
+        **FUSED,
+        **layout_constants(layer),
+        "FLUSH": layer.flush,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.stages,
+    }
     if tile.kernel == "gemv":
         return compiled(gemv_kernel, {**constants, "EXACT": False, "ASM": True}, arch, tile.warps, dtype)
     assert tile.kernel == "gemm"
@@ -131,8 +137,8 @@ def large_layer(bits: int, group: int | None, symmetric: bool = False, table: st
 
     from quantkit.core.qtensor import QuantTensor, TableTensor
     from quantkit.core.scheme import Scheme
-    from quantkit.runtime.kernels.tables import VALUES
-    from quantkit.runtime.kernels.triton_layout import TritonWeight
+    from quantkit.runtime.kernels.triton.fp4_tables import VALUES
+    from quantkit.runtime.kernels.triton.layout import TritonWeight
 
     scheme = Scheme(bits, group, symmetric)
     groups = scheme.groups(8192)
@@ -192,7 +198,7 @@ def test_no_layout_spills_at_its_derived_tiles(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_matrix_kernel_compiles_with_an_activation(dtype: str) -> None:
-    from quantkit.runtime.kernels.triton_gemm import gemm_kernel
+    from quantkit.runtime.kernels.triton.gemm import gemm_kernel
 
     more = {"PAIR": 14336, "ACT": "silu", "BIAS": True}
     constants = {**FUSED, "BLOCK_N": 64, "BLOCK_M": 16, "SCALE_W": False, "ASM": True, **more}
@@ -203,7 +209,7 @@ def test_the_matrix_kernel_compiles_with_an_activation(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_plain_twin_compiles(dtype: str) -> None:
     """It spills (float32 products without matrix units) and runs in the interpreter only; that it compiles is all that is asked."""
-    from quantkit.runtime.kernels.triton_gemm import gemm_kernel
+    from quantkit.runtime.kernels.triton.gemm import gemm_kernel
 
     twin = {"ASM": False, "EVEN": False, "STAGES": 2, "BLOCK_N": 64, "BLOCK_M": 16, "SCALE_W": False}
     assert compiled(gemm_kernel, {**FUSED, **twin}, 90, 4, dtype)["registers"] > 0
@@ -211,7 +217,7 @@ def test_the_plain_twin_compiles(dtype: str) -> None:
 
 @pytest.mark.parametrize("held", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_vector_kernel_compiles_without_spills(held: int) -> None:
-    from quantkit.runtime.kernels.triton_gemv import gemv_kernel
+    from quantkit.runtime.kernels.triton.gemv import gemv_kernel
 
     eight = {"HELD": 8, "WIDTH": 128, "RECORD": 256, "FLUSH": 1} if held == 8 else {}
     result = compiled(gemv_kernel, {**FUSED, **eight, "BLOCK_N": 32, "EXACT": False, "ASM": True, "STAGES": 4}, 90, 4)
@@ -221,7 +227,7 @@ def test_the_vector_kernel_compiles_without_spills(held: int) -> None:
 
 
 def test_the_dequantizing_kernel_compiles_without_spills() -> None:
-    from quantkit.runtime.kernels.triton_dequant import dequantize_kernel
+    from quantkit.runtime.kernels.triton.dequant import dequantize_kernel
 
     constants = {**LAYOUT, "LOOKUP": False, "BLOCK_R": 16, "BF16": True, "EXACT": False, "ASM": True}
     table = {"TABLE": 1, "GROUP": 64, "RECORD": 256, "ASYM": False, "BF16": False}
@@ -234,7 +240,7 @@ def test_the_dequantizing_kernel_compiles_without_spills() -> None:
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize("tile", range(3))
 def test_the_int8_kernel_compiles_to_integer_matrix_units(tile: int, arch: int) -> None:
-    from quantkit.runtime.kernels.triton_w8a8 import TILES, product_kernel
+    from quantkit.runtime.kernels.triton.w8a8 import TILES, product_kernel
 
     block_m, block_n, block_k, warps, stages = TILES[tile]
     constants = {
@@ -251,7 +257,7 @@ def test_the_int8_kernel_compiles_to_integer_matrix_units(tile: int, arch: int) 
 
 
 def test_the_kernel_that_rounds_activations_compiles_and_divides_as_torch_does() -> None:
-    from quantkit.runtime.kernels.triton_w8a8 import round_kernel
+    from quantkit.runtime.kernels.triton.w8a8 import round_kernel
 
     result = compiled(round_kernel, {"BLOCK": 2048}, 90, 4)
     check(result, 90)
@@ -260,7 +266,7 @@ def test_the_kernel_that_rounds_activations_compiles_and_divides_as_torch_does()
 
 @pytest.mark.parametrize("arch", [90, 80])
 def test_a_block_of_gptq_columns_stays_in_registers(arch: int) -> None:
-    from quantkit.runtime.kernels.triton_gptq import COLUMNS, LANES, columns_kernel
+    from quantkit.runtime.kernels.triton.gptq import COLUMNS, LANES, columns_kernel
 
     result = compiled(columns_kernel, {"BLOCK_C": COLUMNS, "BLOCK_R": LANES}, arch, 1)
     check(result, arch)
@@ -272,7 +278,7 @@ def test_a_block_of_gptq_columns_stays_in_registers(arch: int) -> None:
 
 @pytest.mark.parametrize("arch", [90, 80])
 def test_norms_and_activations_of_a_step_stay_in_registers(arch: int) -> None:
-    from quantkit.runtime.kernels.triton_step import activate_kernel, add_norm_kernel, warps_for
+    from quantkit.runtime.kernels.triton.step import activate_kernel, add_norm_kernel, warps_for
 
     for width in (4096, 8192):
         norm = {"DELTA": True, "AFTER": True, "BLOCK": width}
@@ -287,7 +293,7 @@ SPILLED = {(80, 256, 16): 128, (80, 128, 1): 300, (90, 128, 1): 300}
 
 @pytest.mark.parametrize("arch", [90, 80])
 def test_rotary_and_the_cache_write_stay_in_registers(arch: int) -> None:
-    from quantkit.runtime.kernels.triton_step import rotary_cache_kernel
+    from quantkit.runtime.kernels.triton.step import rotary_cache_kernel
 
     for dim in (64, 128, 256):
         more = {"DIM": dim, "TURN": dim, "NORM": True, "FIRST": 4, "BLOCK": dim}
@@ -300,7 +306,7 @@ def attention(
     """What runs on 32 query heads."""
     import torch
 
-    from quantkit.runtime.kernels.triton_attention import attention_kernel, shape_of_launch
+    from quantkit.runtime.kernels.triton.attention import attention_kernel, shape_of_launch
 
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     shared = 32 // kv_heads
@@ -364,7 +370,7 @@ def test_attention_over_packed_pages_compiles_and_spills_nothing_that_is_not_nam
     [(4, 4, 128, 90), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((3, 2, 128, 90), (16, 4, 64, 80)))],
 )
 def test_packing_of_a_page_stays_in_registers(kb: int, vb: int, dim: int, arch: int) -> None:
-    from quantkit.runtime.kernels.triton_pack import pack_kernel
+    from quantkit.runtime.kernels.triton.pack_page import pack_kernel
 
     constants = {
         "KV_HEADS": 8, "DIM": dim, "WIDE": dim, "KB": kb, "VB": vb, "GROUPS": dim // 64, "SPAN": 64, "RECENT": 64, "FIRST": 4,

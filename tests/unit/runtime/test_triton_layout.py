@@ -18,7 +18,7 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels.reference import PackedWeight, linear_dequantize
-from quantkit.runtime.kernels.triton_layout import TritonWeight, brick_span, join_rows, triton_fits
+from quantkit.runtime.kernels.triton.layout import TritonWeight, brick_span, join_rows, triton_fits
 
 SCHEMES = [
     Scheme(bits, group, symmetric, dtype)

@@ -11,7 +11,7 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.runtime.kernels.w8a8 import FEW_TOKENS, W8A8Weight
-from quantkit.runtime.linear import QuantLinear, linear, pack
+from quantkit.runtime.layers.linear import QuantLinear, linear, pack
 
 W8A8, CPU = Scheme(8, None, activations="int8"), torch.device("cpu")
 
@@ -55,4 +55,4 @@ def test_a_kernel_that_cannot_round_activations_is_refused(kernel: str) -> None:
 def test_floats_are_not_kept_beside_it() -> None:
     layer = QuantLinear(pack(quantized(W8A8, (64, 96)), device=CPU))
     with pytest.raises(RequestError, match="activations are int8"):
-        layer.hold_dense(torch.float32)
+        layer.keep_dense(torch.float32)

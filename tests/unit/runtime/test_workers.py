@@ -16,39 +16,39 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import QuantkitWarning, RequestError
-from quantkit.runtime import workers
-from quantkit.runtime.kernels.cpu_packed import PlanarWeight, linear_numba
+from quantkit.runtime.kernels.cpu_layouts import PlanarWeight, linear_numba
+from quantkit.runtime.kernels.numba import threads
 
 
 def test_without_the_extra_the_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "available", lambda: False)
-    workers.compiled.cache_clear()
+    monkeypatch.setattr(threads, "available", lambda: False)
+    threads.compiled.cache_clear()
     try:
         with pytest.raises(RequestError, match=r"quantkit\[cpu\]"):
-            workers.compiled("pool")
+            threads.compiled("worker_loop")
     finally:
-        workers.compiled.cache_clear()
+        threads.compiled.cache_clear()
 
 
 def test_cached_code_of_other_sources_is_deleted_once(tmp_path: Path) -> None:
     kernels = SimpleNamespace(
-        __file__=workers.__file__.replace("workers.py", "kernels/cpu_numba_pool.py"),
+        __file__=threads.__file__.replace("threads.py", "worker_loop.py"),
         finish=SimpleNamespace(stats=SimpleNamespace(cache_path=str(tmp_path))),
     )
-    other, old, fresh = (tmp_path / name for name in ("mine.step.nbi", "cpu_numba.step-1.nbi", "cpu_numba.step-2.nbc"))
+    other, old, fresh = (tmp_path / name for name in ("mine.step.nbi", "gemv.step-1.nbi", "gemv.step-2.nbc"))
     other.touch()
     old.touch()
-    workers.drop_stale_code(kernels)
+    threads.drop_stale_code(kernels)
     assert (other.exists(), old.exists()) == (True, False)
     fresh.touch()
-    workers.drop_stale_code(kernels)
+    threads.drop_stale_code(kernels)
     assert fresh.exists()
-    (tmp_path / "cpu_numba.sha256").write_text("of other sources")
-    workers.drop_stale_code(kernels)
+    (tmp_path / "quantkit-kernels.sha256").write_text("of other sources")
+    threads.drop_stale_code(kernels)
     assert not fresh.exists()
 
 
-@pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+@pytest.mark.skipif(not threads.available(), reason="numba is not installed (extra [cpu])")
 def test_callers_in_several_threads_do_not_disturb_each_other() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 128, generator=generator)
@@ -92,12 +92,12 @@ class _Interrupted:
         return call
 
 
-@pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+@pytest.mark.skipif(not threads.available(), reason="numba is not installed (extra [cpu])")
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("name", ["post", "finish"])
 @pytest.mark.parametrize("asleep", [False, True])
 def test_an_interrupt_leaves_no_worker_at_the_job_and_the_next_one_runs(name: str, after: bool, asleep: bool) -> None:
-    own = workers.Pool()
+    own = threads.WorkerPool()
     kernels = own.kernels
     job = np.zeros(64, dtype=np.int64)
     try:
@@ -107,40 +107,40 @@ def test_an_interrupt_leaves_no_worker_at_the_job_and_the_next_one_runs(name: st
         own.kernels = _Interrupted(kernels, name, after)
         with pytest.raises(KeyboardInterrupt):
             own.run(job, 3)
-        assert kernels.settled(own.control)
+        assert kernels.idle(own.control)
         own.kernels = kernels
         for _ in range(50):
             own.run(job, 3)
     finally:
         own.kernels = kernels
-        threads = list(own._threads)
+        workers = list(own._threads)
         own.close()
-    assert len(threads) == 2
-    assert not any(thread.is_alive() for thread in threads)
+    assert len(workers) == 2
+    assert not any(thread.is_alive() for thread in workers)
 
 
-@pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+@pytest.mark.skipif(not threads.available(), reason="numba is not installed (extra [cpu])")
 def test_a_numba_that_is_told_to_compile_nothing_is_said_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    workers.available.cache_clear()
+    threads.available.cache_clear()
     try:
         with pytest.warns(QuantkitWarning, match="NUMBA_DISABLE_JIT"):
-            assert not workers.available()
+            assert not threads.available()
     finally:
-        workers.available.cache_clear()
+        threads.available.cache_clear()
 
 
-@pytest.mark.skipif(not workers.available(), reason="numba is not installed (extra [cpu])")
+@pytest.mark.skipif(not threads.available(), reason="numba is not installed (extra [cpu])")
 def test_a_numba_that_does_not_import_is_said_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> Any:
         raise ImportError("Numba needs NumPy 2.3 or less")
 
-    monkeypatch.setattr(workers.importlib, "import_module", refuse)
-    workers.available.cache_clear()
+    monkeypatch.setattr(threads.importlib, "import_module", refuse)
+    threads.available.cache_clear()
     try:
         with pytest.warns(QuantkitWarning, match="NumPy 2.3 or less"):
-            assert not workers.available()
+            assert not threads.available()
     finally:
-        workers.available.cache_clear()
+        threads.available.cache_clear()

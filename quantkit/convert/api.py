@@ -1,0 +1,80 @@
+"""``quantkit.convert``: options in, a finished folder and its report out. The command line comes in here, too."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.open import open_source
+from quantkit.convert.options.checks import refuse_without_effect
+from quantkit.convert.options.resolve import renamed, resolve_options
+from quantkit.convert.plan.plan import Plan, make_plan
+from quantkit.convert.progress import Listener
+from quantkit.convert.repack.checks import refuse_preset
+from quantkit.convert.repack.plan import RepackPlan, plan_repack
+from quantkit.convert.repack.run import run_repack
+from quantkit.convert.report import dry_run
+from quantkit.convert.report.report import ConvertReport
+from quantkit.convert.run import run
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    preset: str | None = None,
+    on_progress: Listener | None = None,
+    **options: Any,
+) -> ConvertReport:
+    """Quantize a model and write a complete checkpoint folder ``out``; a quantized source is repacked.
+
+    options: the fields of ``ConvertOptions`` (method, bits, group_size, symmetric, format, kv_bits, calibration,
+    samples, seq_len, seed, ...).
+    preset: "fast", "balanced" or "best", see ``options.presets.PRESETS``; an option that is given wins.
+    on_progress: called with a ``Progress`` before every step.
+
+    The folder appears under its name only when it is complete and was read back; nothing half-written ever bears it.
+
+    Raises QuantkitError children. What a later call with ``resume=True`` can go on from is kept in the work folder
+    then, also on Ctrl-C or a kill; the error's note says so.
+    """
+    started = time.perf_counter()
+    planned = plan_request(source, out, preset=preset, **options)
+    return execute(planned, on_progress or (lambda progress: None), started)
+
+
+def plan_request(source: str | Path, out: str | Path, *, preset: str | None = None, **typed: Any) -> Plan | RepackPlan:
+    """Plan what ``convert`` would do with the same arguments: a conversion, or a repack of a quantized source.
+
+    typed: the options that were written out, and no others. The source is opened here, once.
+
+    Raises what makes planning itself impossible; everything else is in the plan's ``problems``.
+    """
+    typed = renamed(typed)
+    options = resolve_options(source, out, preset, typed)
+    opened = open_source(source)
+    repacking = plan_repack(opened, Path(out), typed)
+    if repacking is not None:
+        refuse_preset(str(source), preset)
+        return repacking
+    refuse_without_effect(typed, options)
+    return make_plan(options, opened)
+
+
+def execute(planned: Plan | RepackPlan, listen: Listener, started: float | None = None) -> ConvertReport:
+    """Do what was planned. Raises QuantkitError if the plan has problems.
+
+    started: ``time.perf_counter()`` when the request came, so that planning counts in the report's seconds.
+    """
+    return run(planned, listen, started) if isinstance(planned, Plan) else run_repack(planned, listen, started)
+
+
+def describe(planned: Plan | RepackPlan) -> str:
+    """Return the plan in words: what ``--dry-run`` prints."""
+    return dry_run.describe(planned) if isinstance(planned, Plan) else planned.describe()
+
+
+def plan_json(planned: Plan | RepackPlan) -> dict[str, Any]:
+    """Return the plan as JSON: what ``--dry-run --json`` prints."""
+    return dry_run.plan_json(planned) if isinstance(planned, Plan) else planned.to_json()

@@ -1,0 +1,76 @@
+"""Tell which engines load what a plan writes, or a quantized folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from quantkit.checkpoint.source import Source
+from quantkit.convert.engines.rules import Checkpoint, Verdict, judge
+from quantkit.convert.engines.table import ENGINES, bfloat16_scales
+from quantkit.convert.plan.plan import Plan
+from quantkit.convert.plan.targets import Target
+from quantkit.formats.reader import QuantizedReader
+from quantkit.model.attention_shape import kv_heads
+from quantkit.model.skeleton import build_skeleton, tied_parameters
+
+
+def lint_plan(plan: Plan, targets: Mapping[str, Target]) -> list[Verdict]:
+    """Which engines will load what this plan writes, with ``targets`` quantized."""
+    return lint(_checkpoint(plan.format.name, list(targets.values()), plan.model.config, plan.source.config))
+
+
+def casts_scales(plan: Plan, targets: Mapping[str, Target]) -> bool:
+    """True if engines will compute in bfloat16 and the scales are stored finer than that."""
+    check = _checkpoint(plan.format.name, list(targets.values()), plan.model.config, plan.source.config)
+    return bfloat16_scales(check) is not None
+
+
+def lint_folder(source: Source) -> list[Verdict]:
+    """Which engines load a quantized folder, from its headers and config.
+
+    Empty for formats that quantkit does not write. Raises CheckpointError for a folder that is incomplete.
+    """
+    from quantkit.runtime.layers.build import place_modules
+
+    reader = QuantizedReader(source)
+    model: Any = build_skeleton(source.config)
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weights, places = [], place_modules(model, reader, str(source.path))
+    for name, place in places.items():
+        scheme = reader.scheme(name)
+        if isinstance(scheme, str):
+            return []
+        module: Any = model.get_submodule(place)
+        kind = "linear"
+        if isinstance(module, nn.Embedding) and module is embed:
+            kind = "tied" if tied_parameters(model) else "embedding"
+        elif module is head:
+            kind = "head"
+        out_features, in_features = module.weight.shape
+        weights.append(Target(name, f"{name}.weight", out_features, in_features, scheme, kind))
+    return lint(_checkpoint(str(reader.format), weights, model.config, source.config))
+
+
+def _checkpoint(form: str, weights: list[Target], config: Any, stored: Any) -> Checkpoint:
+    """What the rules look at. config: of the skeleton; stored: config.json as it is."""
+    weights = sorted(weights, key=lambda weight: weight.name)  # a file and a plan give the same reasons
+    heads = int(config.num_attention_heads)
+    dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "")
+    mixture = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return Checkpoint(
+        format=form,
+        weights=weights,
+        heads=heads,
+        kv_heads=kv_heads(config),
+        bfloat16=dtype.endswith("bfloat16"),
+        family=str(getattr(config, "model_type", "")),
+        mixture=mixture,
+    )
+
+
+def lint(checkpoint: Checkpoint) -> list[Verdict]:
+    """Every engine's verdict, in the order of ``ENGINES``."""
+    return [judge(engine, checkpoint) for engine in ENGINES]

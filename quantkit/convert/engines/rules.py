@@ -1,0 +1,269 @@
+"""Rules that tell which engines load a checkpoint, up to which tensor-parallel size, and why another one does not.
+
+A table of rules. Each was read in the sources of the version named, and quotes the file and line that decides; none of
+them is run here (mixtures of experts: see ``not_shown``). "Loads" means: with a plain install, on a GPU of compute
+capability 8.0 or newer, no extra kernel packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.convert.options.rules import EXPERTS, FUSED
+from quantkit.convert.plan.targets import Target
+
+# tensor-parallel sizes that are tried
+LARGEST = 64
+
+# Linears whose inputs are split over the ranks of a tensor-parallel group (vLLM: RowParallelLinear); the rest split
+# outputs.
+ROW_PARALLEL = frozenset(
+    {"o_proj", "out_proj", "down_proj", "fc2", "dense", "dense_4h_to_h", "c_proj", "wo", "w2", "o"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the rules look at.
+
+    heads, kv_heads: attention heads. bfloat16: the dtype that engines will compute in. family: config's model_type.
+    mixture: its blocks hold experts, quantized or not.
+    """
+
+    format: str
+    weights: Sequence[Target]
+    heads: int
+    kv_heads: int
+    bfloat16: bool = False
+    family: str = ""
+    mixture: bool = False
+
+    @property
+    def linears(self) -> list[Target]:
+        return [weight for weight in self.weights if weight.kind == "linear"]
+
+    def schemes(self) -> set[Any]:
+        return {weight.scheme for weight in self.weights}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One engine's answer.
+
+    tensor_parallel: the largest size that loads (1: one GPU), None where it does not load. reason: why not, or what
+    stops the next size. reader: the file and line that decides. notes: loads, but ... unread_format: the checkpoint's
+    format, if the engine reads nothing in it.
+    """
+
+    engine: str
+    version: str
+    loads: bool
+    tensor_parallel: int | None
+    reason: str
+    reader: str
+    notes: tuple[str, ...] = ()
+    unread_format: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "version": self.version,
+            "loads": self.loads,
+            "tensor_parallel": self.tensor_parallel,
+            "reason": self.reason,
+            "reader": self.reader,
+            "notes": list(self.notes),
+        }
+
+    def line(self) -> str:
+        """One line for people."""
+        if not self.loads:
+            where = f" [{self.reader}]" if self.reader else ""
+            return f"{self.engine} {self.version}: no. {_sentence(self.reason)}{where}"
+        size = f", tensor parallel up to {self.tensor_parallel}" if (self.tensor_parallel or 1) > 1 else ""
+        notes = f" ({'; '.join(self.notes)})" if self.notes else ""
+        return f"{self.engine} {self.version}: yes{size}{notes}"
+
+
+def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """A line for each engine; those that do not read the format at all share one."""
+    lines = [verdict.line() for verdict in verdicts if verdict.unread_format is None] + unread_format_lines(verdicts)
+    if len(verdicts) > 1 and not any(verdict.loads for verdict in verdicts[1:]):
+        lines.append("nothing but quantkit: another --format, --sym, fewer rules or another group size may widen that")
+    return lines
+
+
+def unread_format_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """The line of the engines that do not read the format at all, whatever is in it; none if all read it."""
+    refusing = [verdict for verdict in verdicts if verdict.unread_format is not None]
+    if len(refusing) < 2:
+        return [verdict.line() for verdict in refusing]
+    names = ", ".join(f"{verdict.engine} {verdict.version}" for verdict in refusing)
+    return [f"none of {names}: they do not read the format {refusing[0].unread_format}."]
+
+
+def _sentence(reason: str) -> str:
+    """With a capital, unless it begins with a module's name."""
+    word = reason.partition(" ")[0]
+    return reason if "." in word or "_" in word else reason[:1].upper() + reason[1:]
+
+
+Test = Callable[[Checkpoint], str | None]
+"""What is wrong, or None."""
+Split = Callable[[Checkpoint, int], str | None]
+"""What is wrong on that many ranks, or None."""
+
+
+Mixtures = Callable[[Checkpoint], tuple[str, str] | None]
+"""Why a mixture of experts does not load, and the reader's line ("" if none decides).
+
+None where it was shown to load.
+"""
+
+
+def not_shown(checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """The answer for mixtures of experts until one was run.
+
+    What holds for single linears says nothing about fused experts.
+    """
+    return (
+        (
+            "not shown to load mixtures of experts in this format; experts named one by one"
+            f" ({checkpoint.family or 'this model'}) were not run in it."
+        ),
+        "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A reason not to load. formats: those it speaks about; () for all."""
+
+    formats: tuple[str, ...]
+    reader: str
+    test: Test
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A program that loads checkpoints: what it reads, and what it refuses."""
+
+    name: str
+    version: str
+    formats: tuple[str, ...]
+    # the reader's line that refuses a format it does not know
+    unknown: str
+    rules: tuple[Rule, ...]
+    # (reader, rule)
+    splits: tuple[tuple[str, Split], ...] = ()
+    notes: tuple[Callable[[Checkpoint], str | None], ...] = ()
+    mixtures: Mixtures = not_shown
+
+
+def judge(engine: Engine, checkpoint: Checkpoint) -> Verdict:
+    """One engine's verdict: the first rule that objects decides."""
+    form = checkpoint.format
+    if form not in engine.formats:
+        reason = f"does not read the format {form}."
+        return Verdict(engine.name, engine.version, False, None, reason, engine.unknown, unread_format=form)
+    objection = _objection(engine, checkpoint)
+    if objection is not None:
+        return Verdict(engine.name, engine.version, False, None, *objection)
+    largest, reason, reader = _largest_split(engine, checkpoint)
+    notes = tuple(note for make in engine.notes if (note := make(checkpoint)) is not None)
+    return Verdict(engine.name, engine.version, True, largest, reason, reader, notes)
+
+
+def _objection(engine: Engine, checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """Why the engine, which reads the format, does not load it on one GPU, and the line that says so."""
+    objection = engine.mixtures(checkpoint) if has_experts(checkpoint) else None
+    if objection is not None:
+        return objection
+    for rule in engine.rules:
+        reason = rule.test(checkpoint) if not rule.formats or checkpoint.format in rule.formats else None
+        if reason is not None:
+            return reason, rule.reader
+    return _split_objection(engine, checkpoint, 1)
+
+
+def _split_objection(engine: Engine, checkpoint: Checkpoint, ranks: int) -> tuple[str, str] | None:
+    """Why the engine does not load it on so many ranks, and the line that says so."""
+    answers = ((split(checkpoint, ranks), reader) for reader, split in engine.splits)
+    return next(((reason, reader) for reason, reader in answers if reason is not None), None)
+
+
+def _largest_split(engine: Engine, checkpoint: Checkpoint) -> tuple[int, str, str]:
+    """The largest size that loads, and what stops the next one that the number of heads would allow."""
+    if not engine.splits:
+        return 1, "does not split a model.", ""
+    largest, stop, where = 1, "", ""
+    for ranks in range(2, LARGEST + 1):
+        if checkpoint.heads % ranks:
+            continue
+        objection = _split_objection(engine, checkpoint, ranks)
+        if objection is None:
+            largest, stop, where = ranks, "", ""
+        elif not stop:
+            stop, where = f"{ranks} ranks: {objection[0]}", objection[1]
+    return largest, stop or f"{checkpoint.heads} attention heads.", where
+
+
+def heads(checkpoint: Checkpoint, ranks: int) -> str | None:
+    """Attention heads are dealt out whole; key-value heads too, or each is repeated on a whole number of ranks."""
+    if checkpoint.heads % ranks:
+        return f"{checkpoint.heads} attention heads on {ranks} ranks."
+    few, many = sorted((checkpoint.kv_heads, ranks))
+    return f"{checkpoint.kv_heads} key-value heads on {ranks} ranks." if many % few else None
+
+
+def last_name(weight: Target) -> str:
+    return weight.name.rpartition(".")[2]
+
+
+def is_row_parallel(weight: Target) -> bool:
+    return weight.kind == "linear" and last_name(weight) in ROW_PARALLEL
+
+
+def inputs_on(weight: Target, ranks: int) -> float:
+    """Inputs of a weight on one rank (not whole where it cannot be split)."""
+    return weight.in_features / ranks if is_row_parallel(weight) else weight.in_features
+
+
+def whole_groups(checkpoint: Checkpoint, ranks: int) -> str | None:
+    """A group of inputs never straddles two ranks."""
+    for weight in checkpoint.linears:
+        inputs, size = inputs_on(weight, ranks), weight.scheme.group_size or 1
+        if inputs % size:
+            return f"{weight.name}: {inputs:g} inputs a rank are no multiple of its groups of {size}."
+    return None
+
+
+def fused_rows(checkpoint: Checkpoint, ranks: int) -> list[tuple[str, int, float, float]]:
+    """(name, bits, rows, inputs) of each matrix on one rank as engines see it: q/k/v and gate/up as one."""
+    sums: dict[str, tuple[str, int, float, float]] = {}
+    for weight in checkpoint.linears:
+        owner, _, last = weight.name.rpartition(".")
+        siblings = next((group for group in FUSED if last in group), frozenset({last}))
+        rows: float = weight.out_features if is_row_parallel(weight) else weight.out_features / ranks
+        if last in ("k_proj", "v_proj") and ranks > checkpoint.kv_heads:  # repeated, not split further
+            rows = weight.out_features / checkpoint.kv_heads
+        key = f"{owner}.{'+'.join(sorted(siblings))}"
+        name, bits, known, inputs = sums.get(key, (weight.name, weight.scheme.bits, 0.0, inputs_on(weight, ranks)))
+        sums[key] = (name, bits, known + rows, inputs)
+    return list(sums.values())
+
+
+def has_experts(checkpoint: Checkpoint) -> bool:
+    """True for a mixture of experts, also where the experts themselves stay at 16 bit."""
+    return checkpoint.mixture or quantizes_experts(checkpoint)
+
+
+def quantizes_experts(checkpoint: Checkpoint) -> bool:
+    return any(EXPERTS.match(weight.name) for weight in checkpoint.weights)
+
+
+def first(checkpoint: Checkpoint, wrong: Callable[[Target], bool]) -> Target | None:
+    """The first weight of which something is wrong."""
+    return next((weight for weight in checkpoint.weights if wrong(weight)), None)

@@ -1,0 +1,98 @@
+"""The hidden states between two blocks, on disk: two files in turn, each with a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.writer import disk, read_record, sync, write_record
+
+# seconds of work between two writings: what a kill costs at most; blocks of small models take less than that
+EVERY = 45.0
+SHARE = 20  # writing takes at most one part in 20 of the time
+
+
+class StateStore:
+    """Two files of hidden states: float32 ``[batch, tokens, hidden]``, one tensor per batch, stored as in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._last, self._cost = time.monotonic(), 0.0
+
+    def keep(self, block: int, states: list[Tensor]) -> bool:
+        """Store the states in front of ``block`` if enough time has gone by since the last ones; True if stored."""
+        started = time.monotonic()
+        if started - self._last < max(EVERY, SHARE * self._cost):
+            return False
+        self._write(block, states)
+        self._last = time.monotonic()
+        self._cost = self._last - started
+        return True
+
+    def latest(self, limit: int) -> tuple[int, list[Tensor]] | None:
+        """Return the latest intact states in front of a block up to ``limit``, with the block's index; or None."""
+        records = [(record["block"], slot, record) for slot, record in self._records().items()]
+        for block, slot, record in sorted(records, key=lambda found: -found[0]):
+            states = self._read(slot, record) if block <= limit else None
+            if states is not None:
+                return int(block), states
+        return None
+
+    def clear(self) -> None:
+        """Remove the files of both slots."""
+        for slot in (0, 1):
+            self._record(slot).unlink(missing_ok=True)
+            self._file(slot).unlink(missing_ok=True)
+
+    def _file(self, slot: int) -> Path:
+        return self.folder / f"states-{slot}.bin"
+
+    def _record(self, slot: int) -> Path:
+        return self.folder / f"states-{slot}.json"
+
+    def _records(self) -> dict[int, dict[str, Any]]:
+        records = {slot: read_record(self._record(slot)) for slot in (0, 1)}
+        return {slot: record for slot, record in records.items() if record is not None}
+
+    def _write(self, block: int, states: list[Tensor]) -> None:
+        """Write into the slot whose states are older; the other slot stays intact whatever happens."""
+        blocks = {slot: record["block"] for slot, record in self._records().items()}
+        slot = min((0, 1), key=lambda s: blocks.get(s, -1))
+        digest = hashlib.sha256()
+        with disk(self.folder):
+            self._record(slot).unlink(missing_ok=True)
+            with self._file(slot).open("wb") as file:
+                for state in states:
+                    data = _buffer(state)
+                    digest.update(data)
+                    file.write(data)
+            sync(self._file(slot))
+            shapes = [list(state.shape) for state in states]
+            write_record(self._record(slot), {"block": block, "shapes": shapes, "sha256": digest.hexdigest()})
+
+    def _read(self, slot: int, record: dict[str, Any]) -> list[Tensor] | None:
+        """Read a slot's states, None if the file is missing, short, or does not match its checksum."""
+        digest = hashlib.sha256()
+        states = []
+        try:
+            with self._file(slot).open("rb") as file:
+                for shape in record["shapes"]:
+                    state = torch.empty(shape)
+                    data = _buffer(state)
+                    if file.readinto(data) != data.nbytes:
+                        return None
+                    digest.update(data)
+                    states.append(state)
+        except OSError:
+            return None
+        return states if digest.hexdigest() == record["sha256"] else None
+
+
+def _buffer(state: Tensor) -> memoryview:
+    """Return a view of the bytes of a contiguous float32 tensor."""
+    return memoryview(state.view(-1).numpy()).cast("B")  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""Options that are refused beside the others: names that do not exist, and what would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+from quantkit import algorithms
+from quantkit.convert.options.options import DEFAULTS, ConvertOptions
+from quantkit.errors import RequestError
+
+
+def refuse_unknown(given: Iterable[str]) -> None:
+    """Raise TypeError, as Python does, for an option that does not exist; the message says which was likely meant.
+
+    >>> refuse_unknown(["bits", "groupsize"])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: convert() got an unexpected option 'groupsize' (did you mean 'group_size'?). Known: ...
+    """
+    unknown = sorted(set(given) - set(DEFAULTS))
+    if unknown:
+        named = ", ".join(_with_hint(name) for name in unknown)
+        a, s = ("an ", "") if len(unknown) == 1 else ("", "s")
+        known = ", ".join(sorted([*DEFAULTS, "on_progress"]))
+        raise TypeError(f"convert() got {a}unexpected option{s} {named}. Known: {known}")
+
+
+def _with_hint(name: str) -> str:
+    """A name that does not exist, and the one that may have been meant."""
+    near = [known for known in DEFAULTS if known.startswith(name)] or get_close_matches(name, DEFAULTS, 1)
+    return f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name)
+
+
+def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None:
+    """Options that were given and would do nothing are refused: silence would look like obedience.
+
+    An option's default asks for nothing: given, it is as good as not given, unless another option decides the same
+    thing. given: the names that were written out. Raises RequestError that names all of them.
+    """
+    decided = _decided_elsewhere(options)
+    useless = {name: why for name, why in _without_effect(options).items() if getattr(options, name) != DEFAULTS[name]}
+    useless |= decided
+    found = [name for name in useless if name in set(given)]
+    if found:
+        flags = ", ".join(_flag(name, getattr(options, name)) for name in found)
+        reasons = "; ".join(dict.fromkeys(useless[name] for name in found))
+        verb, them = ("has", "it") if len(found) == 1 else ("have", "them")
+        raise RequestError(f"{flags} {verb} no effect: {reasons}. Leave {them} out.")
+
+
+def _decided_elsewhere(options: ConvertOptions) -> dict[str, str]:
+    """Options whose every value, the default too, says something else than another option does; with the reason."""
+    decided = {}
+    if options.allocates:
+        decided["bits"] = f"{options.target} chooses the bits"
+    if options.kv_budget is not None:
+        decided["kv_bits"] = "--kv-budget chooses the bits"
+    if options.method in algorithms.FOLDING:
+        decided["fold"] = f"--method {options.method} always scales channels"
+    return decided
+
+
+def _flag(name: str, value: Any) -> str:
+    """An option as the command line spells it with that value."""
+    return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+
+
+def _without_effect(options: ConvertOptions) -> dict[str, str]:
+    """Options that do nothing beside the others, with the reason."""
+    useless: dict[str, str] = {}
+    if options.method in ("awq", "tune") and options.scales == "minmax":
+        useless["damping"] = f"--method {options.method} --scales minmax takes no ranges from statistics"
+    if options.method != "tune":
+        useless["tune_steps"] = f"--method {options.method} does not learn"
+    if options.method not in algorithms.CALIBRATED:
+        useless["damping"] = f"--method {options.method} uses no statistics of a text"
+    if options.method != "gptq":
+        useless["fold"] = f"--method {options.method} does not scale channels"
+        useless["guided"] = f"--method {options.method} does not weigh tokens"
+        useless["gptaq"] = f"--method {options.method} has no targets of its own"
+    if options.method == "smooth":
+        useless["damping"] = "--method smooth rounds without a Hessian"
+    if not (options.needs_data or options.allocates):
+        why = f"--method {options.method} reads no text"
+        kept = {"samples"} if options.distil else {"calibration", "samples", "seq_len"}
+        drawn = set() if options.draws or options.distil else {"seed", "matmul_precision"}
+        useless |= {
+            name: why
+            for name in ("calibration", "samples", "seq_len", "seed", "matmul_precision")
+            if name in kept | drawn
+        }
+    if not options.cache.wanted:
+        useless["kv_scales"] = (
+            "--kv-bits 16 keeps the cache as it is (a cache with scales needs --kv-bits 8, 4, 3, 2 or k4v2)"
+        )
+    if not (options.needs_data or options.distil) and options.allocates:
+        useless["matmul_precision"] = f"--method {options.method} uses no statistics"
+    if options.kv_bits == "fp8":
+        useless["kv_scales"] = "--kv-bits fp8 has scales of its own"
+    return useless

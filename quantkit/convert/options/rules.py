@@ -1,0 +1,226 @@
+"""Rules: other bits, groups or symmetry for some modules, or 16 bit. ``GLOB=bits:8,group:64``; the first match wins.
+
+A pattern is compared with module names as the checkpoint has them (``model.layers.0.mlp.down_proj``). It matches a
+whole name or what follows a dot in it, so ``mlp.down_proj`` and ``*.down_proj`` take every block's; ``*`` crosses dots,
+``?`` and ``[0-3]`` work as in a shell; ``re:`` introduces a regular expression for the whole name. Head and embeddings
+are taken only by a pattern that ends in their own name (``lm_head``, ``*.embed_tokens``): ``*=bits:8`` means the
+linears.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RequestError
+
+SYNTAX = (
+    "a rule is GLOB=SETTING[,SETTING...] with the settings bits:2..8, group:SIZE or group:channel, sym, asym; "
+    "or GLOB=keep for 16 bit. Example: --rule '*.down_proj=bits:8,group:64'."
+)
+
+# Linears that engines run as one matrix: their shards must agree in scheme. vLLM: packed_modules_mapping of each model
+# (llama.py qkv_proj, gate_up_proj; deepseek_v2.py fused_qkv_a_proj); SGLang and lmdeploy fuse the same ones.
+FUSED = (
+    frozenset({"q_proj", "k_proj", "v_proj"}),
+    frozenset({"gate_proj", "up_proj"}),
+    frozenset({"q_a_proj", "kv_a_proj_with_mqa"}),
+)
+EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One parsed rule. None: what the options of the whole job say. group_size 0: per channel (None is taken)."""
+
+    text: str
+    pattern: str
+    keep: bool = False
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+
+    def matches(self, name: str) -> bool:
+        if self.pattern.startswith("re:"):
+            return re.fullmatch(self.pattern[3:], name) is not None
+        return fnmatchcase(name, self.pattern) or fnmatchcase(name, f"*.{self.pattern}")
+
+    def names(self, name: str) -> bool:
+        """True if it matches and ends in the module's own last name: what head and embeddings ask for."""
+        return self.matches(name) and self.pattern.rstrip("$)").endswith(name.rpartition(".")[2])
+
+    def scheme(self, base: Scheme) -> Scheme | None:
+        """The scheme of a matched module, None for 16 bit. Raises RequestError for a value outside its range."""
+        if self.keep:
+            return None
+        size = base.group_size if self.group_size is None else (self.group_size or None)
+        symmetric = base.symmetric if self.symmetric is None else self.symmetric
+        return replace(base, bits=self.bits or base.bits, group_size=size, symmetric=symmetric)
+
+
+def parse_rules(texts: Iterable[str], base: Scheme) -> tuple[Rule, ...]:
+    """Parse and validate. Raises RequestError naming the rule, and what a rule looks like."""
+    if isinstance(texts, str):
+        raise RequestError(f"rules={texts!r}: give a list of rules, [{texts!r}].")
+    return tuple(parse_rule(text, base) for text in texts)
+
+
+def parse_rule(text: str, base: Scheme) -> Rule:
+    """One rule. Raises RequestError.
+
+    >>> parse_rule("*.down_proj=bits:8,group:channel", Scheme(4, 128)).scheme(Scheme(4, 128)).describe()
+    'W8 channel sym'
+    """
+    pattern, found, settings = text.rpartition("=")
+    pattern = pattern.strip()
+    if not found or not pattern:
+        raise _bad(text, "no pattern and settings joined by '='")
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise _bad(text, f"{pattern[3:]!r} is no regular expression ({error})") from None
+    values: dict[str, object] = {}
+    for setting in settings.split(","):
+        key, value = _setting(text, setting.strip())
+        if key in values:
+            raise _bad(text, f"{key} is set twice")
+        values[key] = value
+    if values.get("keep") and len(values) > 1:
+        raise _bad(text, "'keep' leaves a module at 16 bit and goes with no other setting")
+    rule = Rule(text, pattern, **values)  # type: ignore[arg-type]
+    try:
+        rule.scheme(base)
+    except RequestError as error:
+        raise _bad(text, str(error).rstrip(".")) from None
+    return rule
+
+
+def _setting(text: str, setting: str) -> tuple[str, object]:
+    plain: dict[str, tuple[str, object]] = {
+        "keep": ("keep", True),
+        "sym": ("symmetric", True),
+        "asym": ("symmetric", False),
+    }
+    if setting in plain:
+        return plain[setting]
+    key, _, value = setting.partition(":")
+    if key == "group" and value in ("channel", "-1"):
+        return "group_size", 0
+    if key not in ("bits", "group"):
+        near = difflib.get_close_matches(key, ["bits", "group", "sym", "asym", "keep"], 1)
+        raise _bad(text, f"{setting!r} is no setting" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) == 0:
+        raise _bad(text, f"{setting!r}: {key} needs a whole number above 0")
+    return ("bits" if key == "bits" else "group_size"), int(value)
+
+
+def _bad(text: str, what: str) -> RequestError:
+    return RequestError(f"--rule {text!r}: {what}; {SYNTAX}")
+
+
+class Problem(NamedTuple):
+    """Why something cannot be, apart from what it is about: problems with one reason are printed as one line."""
+
+    # a module's stored name, or a rule
+    subject: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the rules say about a model.
+
+    schemes: by module name, None for 16 bit. problems: rules without effect. taken: the modules that some rule takes.
+    """
+
+    schemes: Mapping[str, Scheme | None]
+    problems: tuple[Problem, ...]
+    taken: frozenset[str] = frozenset()
+
+
+def choose_schemes(rules: Sequence[Rule], base: Scheme, linears: Sequence[str], outside: Sequence[str]) -> Choice:
+    """Give every module its scheme by the rules, first match wins.
+
+    linears: the blocks' modules, ``base`` unless a rule takes them. outside: head and embeddings, 16 bit unless a rule
+    names them.
+
+    Raises RequestError for a rule that matches nothing, with the nearest names.
+    """
+    taken: dict[str, Rule] = {}
+    problems = []
+    for rule in rules:
+        hits = [name for name in linears if rule.matches(name)] + [name for name in outside if rule.names(name)]
+        if not hits:
+            raise RequestError(_matches_nothing(rule, [*linears, *outside]))
+        fresh = [name for name in hits if name not in taken]
+        if not fresh:
+            by = dict.fromkeys(taken[name].text for name in hits)
+            problems.append(
+                Problem(
+                    f"rule {rule.text!r} has no effect",
+                    f"earlier rules take all it matches ({', '.join(by)}). Put it before them, or leave it out.",
+                )
+            )
+        taken.update(dict.fromkeys(fresh, rule))
+    schemes: dict[str, Scheme | None] = {}
+    for name in [*linears, *outside]:
+        default = base if name not in outside else None
+        schemes[name] = taken[name].scheme(base) if name in taken else default
+    return Choice(schemes, tuple(problems), frozenset(taken))
+
+
+def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
+    last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    wanted = rule.pattern.removeprefix("re:")
+    near = difflib.get_close_matches(wanted, names, 3, 0.5)
+    near += [last[key] for key in difflib.get_close_matches(wanted.rpartition(".")[2], list(last), 3, 0.5)]
+    shown = list(dict.fromkeys(near))[:3]
+    known = (
+        f"Nearest: {', '.join(shown)}"
+        if shown
+        else f"Its modules' last names: {', '.join(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
+    )
+    return f"--rule {rule.text!r}: matches no module of this model. {known}."
+
+
+def scheme_words(scheme: Scheme | None) -> str:
+    """What a weight's scheme is called: ``W4 g64 asym``, or ``16 bit`` for None."""
+    return "16 bit" if scheme is None else scheme.describe()
+
+
+def split_siblings(schemes: Mapping[str, Scheme | None]) -> list[str]:
+    """One sentence per kind of fused siblings whose schemes differ: who, what, and the rule that mends it."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in schemes:
+        for group, pattern in fused_groups(name):
+            found.setdefault(group, {}).setdefault(pattern, []).append(name)
+    problems: dict[tuple[str, str], list[str]] = {}
+    for group, by_pattern in found.items():
+        for pattern, names in by_pattern.items():
+            words: dict[str, str] = {}
+            for name in names:
+                scheme = schemes[name]
+                words.setdefault(scheme_words(scheme), name.removeprefix(f"{group}."))
+            if len(words) > 1:
+                said = ", ".join(f"{name} {word}" for word, name in words.items())
+                problems.setdefault((said, pattern), []).append(group)
+    return [
+        f"{groups[0]}{f' and {len(groups) - 1} more' if len(groups) > 1 else ''}: {said}. Engines run"
+        f" these as one matrix and need one scheme: give one rule for all of them, '{pattern}=...'."
+        for (said, pattern), groups in problems.items()
+    ]
+
+
+def fused_groups(name: str) -> list[tuple[str, str]]:
+    """(owner, the pattern of a rule that covers all siblings) of each set of fused linears that a module belongs to."""
+    experts = EXPERTS.match(name)
+    if experts:
+        return [(experts[1], "*.experts.*")]
+    owner, _, last = name.rpartition(".")
+    return [(owner, f"re:.*\\.({'|'.join(sorted(siblings))})") for siblings in FUSED if last in siblings]

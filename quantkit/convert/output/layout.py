@@ -1,0 +1,30 @@
+"""What a format's config says of the modules of a converted model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from quantkit.convert.plan.targets import Target, head_embeddings
+from quantkit.formats.interface import CheckpointLayout
+from quantkit.model.experts import routers
+from quantkit.model.skeleton import Weights
+
+
+def checkpoint_layout(weights: Weights, targets: Mapping[str, Target], *, fp8_cache: bool) -> CheckpointLayout:
+    """Name the modules that are quantized, with their schemes, and those that stay dense.
+
+    targets: by module name of the skeleton. fp8_cache: the checkpoint stores the scales of an fp8 cache for other
+    engines. In the order of a repack's layout, too.
+    """
+    model, names = weights.model, weights.names
+    known = routers(model)
+    dense = [
+        names[f"{name}.weight"].removesuffix(".weight") if f"{name}.weight" not in weights.tied else name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) and name not in targets) or name in known
+    ]
+    schemes = {target.name: target.scheme for target in targets.values()}
+    outside = [target.name for target in head_embeddings(targets)]
+    return CheckpointLayout(dict(sorted(schemes.items())), sorted(dense), outside, fp8_cache)

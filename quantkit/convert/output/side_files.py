@@ -1,0 +1,61 @@
+"""Write what lies beside the weights of a checkpoint.
+
+That is config, generation config, tokenizer, the source's own files, KV scales and manifest. Of the source's own
+files, licences, notices, model cards and plain data (``*.md``, ``*.txt``, ``*.json``) come along. Code and pickles do
+not: nothing that could run is passed on. Nor does what describes the source's weights or its training, which other
+tools would take for a description of the new ones. What stays behind is named in the plan.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.tokenizer import write_tokenizer
+from quantkit.checkpoint.writer import disk, write_json
+from quantkit.convert.plan.carried import carried
+from quantkit.core.kvscheme import KVPlan
+from quantkit.formats import side_files
+from quantkit.formats.kv_scales import write_kv_plan
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def write_beside(
+    source: Source,
+    folder: Path,
+    *,
+    quantization: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+    kv: KVPlan | None = None,
+) -> None:
+    """Write everything but the weights into ``folder``.
+
+    quantization: the ``quantization_config`` that engines read; manifest: what made these bytes (quantkit.json).
+    Raises QuantkitError when the disk is full.
+    """
+    config = {key: value for key, value in source.config.items() if key != "_name_or_path"}
+    config["quantization_config"] = quantization
+    with disk(folder):
+        write_json(folder / "config.json", config)
+        _write_generation_config(source, folder)
+        for path in carried(source)[0]:
+            shutil.copyfile(path, folder / path.name)
+        write_tokenizer(source, folder)
+        if kv is not None:
+            write_kv_plan(folder, kv)
+        for name, content in side_files(quantization).items():
+            write_json(folder / name, content)
+        write_json(folder / "quantkit.json", manifest)
+
+
+def _write_generation_config(source: Source, folder: Path) -> None:
+    original = source.path / "generation_config.json"
+    if original.is_file():
+        shutil.copyfile(original, folder / original.name)
+        return
+    special = {key: source.config[key] for key in SPECIAL if source.config.get(key) is not None}
+    write_json(folder / original.name, special)

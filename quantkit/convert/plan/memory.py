@@ -1,0 +1,260 @@
+"""Prediction of the host memory, device memory and disk space that a conversion takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantkit.algorithms.tune import COPIES
+from quantkit.calibrate.transfer import ON_DEVICE
+from quantkit.core.affine import SEARCH_ELEMENTS_GPU
+from quantkit.core.host import LARGE, current_rss, peak_rss, size_text
+
+CHUNK = 1 << 21  # elements of head or embeddings that are float at one time
+GENERATE_BYTES = 2 * 10**9  # the smoke test runs if the written model takes no more, or no more than the job did
+NUMBA_BYTES = 55 << 20
+KERNEL_BYTES = NUMBA_BYTES + (75 << 20)  # with the compiled kernels
+BATCH_TOKENS = 4096  # tokens per forward of a block: enough to keep a matmul busy, little memory
+GRADIENTS = 80 << 20  # torch's code for gradients, mapped when they are first computed (52 MB), and its pools
+FEWEST_TOKENS = 1024  # with fewer, adding to a wide Hessian costs as much as computing what is added
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Bytes of memory and disk that a conversion takes at its peak.
+
+    host: the process's resident peak, interpreter and libraries included.
+    device: what tensors take on the device (CUDA's own few hundred MB are not counted), 0 on a CPU.
+    """
+
+    host: int
+    device: int
+    disk: int  # peak of work folder and output together
+    work: int  # of the work folder alone: finished parts, and the hidden states twice
+    output: int
+    phases: dict[str, int]  # what each phase adds to the resident size at the start
+    busiest: str = ""  # the phase that takes ``device``
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_host_bytes": self.host,
+            "peak_device_bytes": self.device,
+            "peak_disk_bytes": self.disk,
+            "work_bytes": self.work,
+            "output_bytes": self.output,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes that the prediction is made from: element counts, and bytes where named so."""
+
+    before_blocks: int  # parameters loaded to embed tokens
+    stored_itemsize: int
+    largest_plain: int  # elements of the largest tensor copied unchanged
+    block: int  # parameters of the largest block
+    widths: tuple[int, ...]  # in_features of each distinct input of the largest block
+    widest: int  # in_features of any linear of any block
+    largest_parameter: int  # elements of the largest parameter of a block
+    largest_group: int  # elements of the largest stack of linears with one input
+    inner: int  # activations per token inside a block
+    hidden: int
+    tokens: int  # calibration tokens, 0 without data
+    seq_len: int
+    plain_bytes: int
+    packed_bytes: int
+    calibrated: bool
+    kv_sample_bytes: int
+    outside_bytes: int  # of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none
+    packed_model: int = 0  # of the written model, loaded to run it
+    fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
+    kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
+    tuned: int = 0  # weights that learn together, of the largest block
+    paired: bool = False  # the original model's states are kept beside the quantized ones
+    weighed: bool = False  # a batch's inputs are held a second time, multiplied by token importance
+    crossed: bool = False  # the original model's activations of a batch are held too, and a cross matrix for each input
+    # bytes that the sensitivity pass takes (``stages.sensitivity``); 0 without one
+    measuring: int = 0
+    measuring_file: int = 0  # bytes of its file in the work folder, which is removed before the first block
+    measured: int = 0  # bytes of its results, which stay in the work folder
+    whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
+    distil_states: int = 0  # bytes of the states of the end-to-end pass, of both models; 0 without one
+    distil: int = 0  # bytes of the rest of it
+
+
+def kernel_bytes() -> int:
+    """Return the bytes that numba and its compiled kernels add, if they are installed and not loaded yet."""
+    loaded = "quantkit.runtime.kernels.numba.worker_loop" in sys.modules
+    if loaded or importlib.util.find_spec("numba") is None:
+        return 0
+    return KERNEL_BYTES - (NUMBA_BYTES if "numba" in sys.modules else 0)
+
+
+def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
+    """Predict the peak: the largest phase, on top of what the process holds now.
+
+    device: the kind of device that blocks are worked on.
+
+    embed:  the embedding is read (stored copy + its finite mask + float32), then the hidden states fill
+    block:  states + a block in float32 + one Hessian per input in float64 + one batch of activations
+    solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
+    tune:   states + block + Hessians + copies of its linears while they learn, and one window's activations and their
+            gradients
+    fold:   states + block + Hessians + rows of a fold's consumers and what trying factors on them takes
+    self:   the whole model with its cache, before anything else
+    measure: sensitivity: head and embeddings, states and gradients of its few windows, a block or a part of the logits
+            (measure, or else distil, and every phase after it, hold torch's code for gradients, which stays)
+    distil: states of both models + all codes, where they are held + scales and norms that learn, with Adam's moments +
+            head and embeddings, those that are quantized twice: the original's and the dequantized + one step: states
+            in front of every block, one block's weights and activations with their gradients, a few tokens' logits
+    outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
+    generate: the written model, loaded whole, if that is small (GENERATE_BYTES) or no more than another phase
+    copy:   states + three stored copies of the largest plain tensor (read, written, read back)
+    """
+    f32, away = 4, device != "cpu"
+    phases = {"copy": 3 * sizes.largest_plain * sizes.stored_itemsize, **_block_phases(sizes, away)}
+    if sizes.whole and not away:
+        phases["self"] = sizes.whole
+    if sizes.distil_states:
+        phases["distil"] = sizes.distil_states + (0 if away else sizes.distil)
+    if sizes.outside_bytes:
+        phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
+    if sizes.measuring and not away:
+        phases["measure"] = sizes.measuring
+    if sizes.packed_model <= max(GENERATE_BYTES, *phases.values()):
+        phases["generate"] = sizes.packed_model + sizes.kernels
+    if not away and (sizes.measuring or sizes.distil_states):
+        before = ("self",) if sizes.measuring else ("embed", "block", "fold", "solve", "outside", "self")
+        phases.update({name: size + GRADIENTS for name, size in phases.items() if name not in before})
+    host = max(peak_rss(), current_rss() + max(phases.values()))
+    output = sizes.plain_bytes + sizes.packed_bytes
+    states = 2 * (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32
+    work = output + sizes.measured + max(states, sizes.measuring_file)
+    there = device_phases(sizes) if away else {"": 0}
+    busiest = max(there, key=there.__getitem__)
+    disk = max(work, 2 * output + sizes.measured)  # states are gone when the output is assembled
+    return Prediction(host, there[busiest], disk, work, output, phases, busiest)
+
+
+def batch_tokens(widest: int, on_cpu: bool) -> int:
+    """Return the tokens per forward of a block whose linears have up to ``widest`` inputs.
+
+    On a CPU they are so few that activations are reused from the heap (``core.host.map_large_blocks``), unless that
+    takes fewer than FEWEST_TOKENS.
+    """
+    small = LARGE // (4 * widest)
+    return small if on_cpu and FEWEST_TOKENS <= small < BATCH_TOKENS else BATCH_TOKENS
+
+
+def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
+    """Return the host bytes of the phases of the loop over blocks, and of filling the hidden states before it.
+
+    away: blocks are worked on on another device.
+    """
+    f32 = 4
+    states = (1 + sizes.paired) * sizes.tokens * sizes.hidden * f32
+    batch = min(sizes.tokens, max(batch_tokens(sizes.widest, not away), sizes.seq_len))
+    if away:  # torch rounds pinned blocks up to a power of two
+        states = _pinned(states, batch * sizes.hidden * f32)
+    hessians = 0 if away or not sizes.calibrated else (1 + sizes.crossed) * sum(w * w for w in sizes.widths) * 8
+    held = states + hessians + (sizes.largest_parameter if away else sizes.block) * f32
+    phases = {}
+    if sizes.tokens:
+        # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
+        reading = sizes.before_blocks * (f32 + sizes.stored_itemsize + 1)
+        phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
+        copies = sizes.crossed * sum(sizes.widths) + sizes.weighed * (1 + sizes.crossed) * sizes.widest
+        inner = 0 if away else batch * (sizes.inner + copies) * f32
+        phases["block"] = held + inner + sizes.kv_sample_bytes
+    if sizes.tuned and not away:
+        phases["tune"] = held + _learning(sizes)
+    if sizes.fold and not away:
+        phases["fold"] = held + sizes.fold
+    if away:  # codes, and what is packed of them
+        phases["solve"] = held + 3 * sizes.largest_group
+    else:
+        widest = max(sizes.widths)
+        factor = 5 * widest * widest * 8 if sizes.calibrated else 0
+        phases["solve"] = held + factor + 9 * sizes.largest_group * f32
+    return phases
+
+
+def device_phases(sizes: Sizes) -> dict[str, int]:
+    """Return the bytes that tensors take on the device in each phase.
+
+    Always the block in float32 and one float32 Hessian per input; and besides:
+
+    observe: a batch's activations and the batches in transfer, the factors of a product
+             (``calibrate.matmul_precision``), and the product that is added to a Hessian
+    solve:   the stacked weights, and the factorisation in float64 (three matrices and its workspace), or the search for
+             ranges on a part of them, or the weights left to round, their codes and their errors
+    report:  the Hessian in float64, and a part of one weight three times
+    fold, tune: as on a CPU
+    self:    the whole model with its cache
+    distil:  as on a CPU, but for the states
+    """
+    f32, f64 = 4, 8
+    widest = max(sizes.widths)
+    square = widest * widest if sizes.calibrated else 0
+    streams = 1 + sizes.paired
+    base = sizes.block * f32 + ((1 + sizes.crossed) * sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
+    batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
+    searched = min(sizes.largest_group, SEARCH_ELEMENTS_GPU)
+    split = 32 * batch * widest + 20 * sizes.largest_parameter  # factors of bf16x6: three parts, six times on each side
+    phases = {
+        "observe": (
+            batch
+            * f32
+            * (
+                sizes.inner
+                + sizes.crossed * sum(sizes.widths)
+                + sizes.weighed * (1 + sizes.crossed) * widest
+                + streams * ON_DEVICE * sizes.hidden
+            )
+            + square * f32 // 8
+            + split
+        ),
+        "solve": (
+            sizes.largest_group * f32
+            + max(4 * square * f64, 10 * searched * f32, sizes.largest_group * (2 * f32 + 2) + square * f64)
+        ),
+        "report": square * f64 + 2 * sizes.largest_parameter * f32 + 4 * min(sizes.largest_parameter, 1 << 24) * f64,
+        "fold": sizes.fold,
+        "measure": sizes.measuring - base,
+        "tune": _learning(sizes),
+        "self": sizes.whole // 2 - base,  # in bfloat16
+        "outside": 12 * CHUNK * f32 - base if sizes.outside_bytes else 0,
+        "distil": sizes.distil - base,
+    }
+    return {name: base + size for name, size in phases.items()}
+
+
+def _learning(sizes: Sizes) -> int:
+    """Return the bytes that tuning a block adds: copies of its linears, one window's activations and gradients."""
+    return 4 * (COPIES * sizes.tuned + 4 * sizes.seq_len * sizes.inner) if sizes.tuned else 0
+
+
+def _pinned(total: int, batch: int) -> int:
+    """Return the bytes that ``total`` bytes of states, in batches of ``batch`` bytes, take in pinned memory."""
+    return -(-total // max(batch, 1)) * (1 << (max(batch, 1) - 1).bit_length())
+
+
+def check_device(device: torch.device, need: Prediction, spares: str = "") -> list[str]:
+    """Return a problem, in words, if a GPU has less free memory than the job needs.
+
+    spares: the option that leaves out the sensitivity pass, "" if none does.
+    """
+    if device.type != "cuda":
+        return []
+    free = torch.cuda.mem_get_info(device)[0]
+    if need.device <= free:
+        return []
+    less = f" {spares} needs less." if spares and need.busiest == "measure" else ""
+    return [
+        f"{device}: {size_text(need.device)} of its memory are needed, {size_text(free)} are free. "
+        f"Free some of it, choose another GPU (--device cuda:1), or --device cpu.{less}"
+    ]

@@ -1,0 +1,87 @@
+"""Check what is asked of a repack.
+
+The format can be chosen. Anything else either is true of the source already, or is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.convert.options.options import DEFAULTS
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RequestError
+
+FREE = ("source", "out", "format", "overwrite", "device")
+
+
+def refuse_contradictions(
+    path: Path,
+    requested: Mapping[str, Any],
+    schemes: Sequence[Scheme],
+    kv_bits: int | str,
+    method: str | None,
+    calibrating: Sequence[str] = (),
+) -> None:
+    """Raises RequestError for an option that contradicts the stored model, or that has no effect on a repack.
+
+    requested: options that were given, by the names of ConvertOptions. method: how the source was quantized, None if
+    unknown. calibrating: options that have an effect, because the KV cache is calibrated anew.
+    """
+    sizes = {scheme.group_size for scheme in schemes}
+    stored: dict[str, set[Any]] = {
+        "bits": {scheme.bits for scheme in schemes},
+        "group_size": sizes,
+        "symmetric": {scheme.symmetric for scheme in schemes},
+        "scale_dtype": {scheme.scale_dtype for scheme in schemes},
+        "activations": {scheme.activations or "none" for scheme in schemes},
+        "kv_bits": {str(kv_bits)},
+        "method": {method},
+    }
+    for name, value in requested.items():
+        if name in FREE or name in calibrating or (value in (None, (), []) and name != "group_size"):
+            continue
+        if name not in stored and value == DEFAULTS[name]:  # asks for nothing
+            continue
+        if name not in stored:
+            raise RequestError(
+                f"{_flag(name, value)} has no effect: {path} is quantized already, and repacking it changes no code."
+                " Leave it out."
+            )
+        wanted = None if name == "group_size" and value == "channel" else value
+        wanted = str(value) if name == "kv_bits" else wanted
+        # Layers whose width a group size does not divide have a smaller one: asking for the usual size is no
+        # contradiction.
+        fits = wanted in sizes if name == "group_size" else stored[name] == {wanted}
+        if not fits:
+            raise RequestError(
+                f"{_flag(name, value)}: {path} is quantized already, with {_stored_words(name, stored[name])}."
+                " Repacking changes no code: leave the option out, or quantize the 16-bit original."
+            )
+
+
+def refuse_preset(path: str, preset: str | None) -> None:
+    """Raises RequestError for a preset: nothing is quantized."""
+    if preset is not None:
+        raise RequestError(f"--preset {preset} has no effect: {path} is quantized and is repacked. Leave it out.")
+
+
+def _flag(name: str, value: Any) -> str:
+    """An option as it is typed."""
+    if name == "symmetric":
+        return "--sym" if value else "--asym"
+    shown = "channel" if name == "group_size" and value is None else value
+    flag = f"--{name.replace('_', '-')}"
+    return flag if isinstance(shown, bool | tuple | list) else f"{flag} {shown}"
+
+
+def _stored_words(name: str, stored: set[Any]) -> str:
+    """What the source has in place of an option."""
+    values = sorted(stored, key=str)
+    if name == "symmetric":
+        return " and ".join("symmetric weights" if value else "one zero point per group" for value in values)
+    if name == "method" and values == [None]:
+        return "a method that its folder does not tell"
+    what = {"bits": "{} bits", "group_size": "groups of {}", "kv_bits": "a KV cache of {} bits"}.get(name, "{}")
+    return what.format(" and ".join("a whole channel" if value is None else str(value) for value in values))

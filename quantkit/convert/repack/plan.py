@@ -1,0 +1,310 @@
+"""A repack, decided and checked before a tensor is read: which codes go where, and what the new format cannot hold."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.writer import check_output
+from quantkit.convert.options.kv_request import label_words
+from quantkit.convert.options.rules import Problem
+from quantkit.convert.plan.paths import lacks_room
+from quantkit.convert.plan.plan import cache_elsewhere, refuse_same_place
+from quantkit.convert.plan.targets import collapse
+from quantkit.convert.repack.checks import refuse_contradictions
+from quantkit.convert.repack.kv_cache import OPTIONS, CachePlan, plan_cache
+from quantkit.convert.repack.memory import predict_repack
+from quantkit.convert.repack.structure import Structure, structure_of
+from quantkit.core.kvscheme import KVPlan
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.formats import writer_format
+from quantkit.formats.interface import CheckpointLayout, Format
+from quantkit.formats.kv_scales import read_kv_plan
+from quantkit.formats.reader import QuantizedReader
+
+# last names of position embeddings, for models whose structure is not known
+POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+
+ORIGINAL = "Repacking changes no code; quantize the 16-bit original for this format instead."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepackPlan:
+    """A repack, ready to run. ``problems`` is empty, or the plan must not run. Sizes in bytes."""
+
+    source: Source
+    reader: QuantizedReader
+    out: Path
+    format: Format
+    overwrite: bool
+    layout: CheckpointLayout
+    # stored tensors that are copied
+    plain: list[str]
+    # of the stored cache; 16 without one
+    kv_bits: int | str
+    # the stored plan of the KV cache; None too if the cache is calibrated anew
+    kv: KVPlan | None
+    # a calibration of the KV cache
+    cache: CachePlan | None
+    output: int
+    # at the peak
+    host: int
+    # whether the written model is run, see ``RepackNeed``
+    generates: bool
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def raise_problems(self) -> None:
+        """Raises RequestError that lists every problem at once."""
+        if self.problems:
+            raise RequestError("This repack cannot run:\n" + "\n".join(f"  - {problem}" for problem in self.problems))
+
+    def schemes(self) -> dict[str, int]:
+        """How many modules have which scheme, most common first."""
+        return dict(Counter(scheme.describe() for scheme in self.layout.modules.values()).most_common())
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan for ``--dry-run --json``."""
+        return {
+            "out": str(self.out),
+            "repacked_from": self.reader.format,
+            "format": self.format.name,
+            "schemes": self.schemes(),
+            "kv_bits": self.kv_bits,
+            "peak_host_bytes": self.host,
+            "peak_device_bytes": 0,
+            "peak_disk_bytes": 2 * self.output,
+            "output_bytes": self.output,
+            "warnings": list(self.warnings),
+            "problems": list(self.problems),
+        }
+
+    def describe(self) -> str:
+        """The plan in words: what ``--dry-run`` prints."""
+        lines = [
+            f"{self.source.path} -> {self.out}",
+            f"  repack    {self.reader.format} -> {self.format.name}: the same codes"
+            + ("" if self.cache is not None else ", no text is read")
+            + (f"; {self.cache.options.cache.words()}, calibrated" if self.cache is not None else "")
+            + (f"; {label_words(self.kv_bits)}" if self.kv is not None else ""),
+            *(f"  linears   {count:4d} x {scheme}" for scheme, count in self.schemes().items()),
+            f"  keeps     {len(self.plain)} tensor{'' if len(self.plain) == 1 else 's'} unchanged",
+            (
+                f"  needs     host {self.host / 1e6:.0f} MB, disk {2 * self.output / 1e6:.1f} MB while running; output"
+                f" {self.output / 1e6:.1f} MB"
+            ),
+            *(f"  note      {warning}" for warning in self.warnings),
+            *(f"  PROBLEM   {problem}" for problem in self.problems),
+        ]
+        return "\n".join(lines)
+
+
+def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> RepackPlan | None:
+    """Plan to repack a quantized source, or None if ``source`` is a floating-point model.
+
+    requested: the options of convert that were given, without defaults. Raises RequestError for one that contradicts
+    what is stored, and for one that has no effect; what the format cannot hold is collected in ``RepackPlan.problems``.
+    """
+    if source.quantization() is None:
+        return None
+    reader, text_problems = QuantizedReader(source), list[str]()
+    cache = plan_cache(source, out, requested, text_problems)
+    usual = "compressed-tensors" if cache is None else reader.format
+    form = writer_format(str(requested.get("format", usual)))
+    overwrite = bool(requested.get("overwrite", False))
+    check_output(out, overwrite)
+    refuse_same_place(out, source)
+    schemes = {name: reader.scheme(name) for name in reader.modules}
+    kv = read_kv_plan(source.path) if source.path.is_dir() and cache is None else None
+    integers = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Scheme)}
+    _refuse_options(source, requested, list(integers.values()), kv, cache)
+    structure = structure_of(reader, source.config)
+    plain, bias_problems, bias_notes = _plain(reader, structure)
+    layout = _layout(reader, form, structure, integers, _holds_fp8(kv, cache))
+    shapes = {name: reader.shape(name) for name in integers}
+    copied = [source.info(name) for name in plain]
+    packed = sum(form.stored_bytes(scheme, *shapes[name]) for name, scheme in integers.items())
+    need = predict_repack(copied, packed, list(shapes.values()), 0 if cache is None else cache.host)
+    output = packed + sum(info.nbytes for info in copied)
+    refused = _refused(reader, form, layout, schemes, shapes)
+    return RepackPlan(
+        source=source,
+        reader=reader,
+        out=out,
+        format=form,
+        overwrite=overwrite,
+        layout=layout,
+        plain=plain,
+        kv_bits=16 if kv is None else kv.label,
+        kv=kv,
+        cache=cache,
+        output=output,
+        host=need.host,
+        generates=need.generates,
+        problems=(*text_problems, *bias_problems, *refused, *lacks_room(out.parent, 2 * output, "an --out")),
+        warnings=(*bias_notes, *_warnings(reader, form, layout, kv, cache)),
+    )
+
+
+def _refuse_options(
+    source: Source, requested: Mapping[str, Any], schemes: Sequence[Scheme], kv: KVPlan | None, cache: CachePlan | None
+) -> None:
+    """Raises RequestError, see ``refuse_contradictions``."""
+    method = read_manifest(source).get("options", {}).get("method")
+    kv_bits: int | str = 16 if kv is None else kv.label
+    refuse_contradictions(source.path, requested, schemes, kv_bits, method, () if cache is None else OPTIONS)
+
+
+def _holds_fp8(kv: KVPlan | None, cache: CachePlan | None) -> bool:
+    """True if the written model has an fp8 KV cache."""
+    if cache is not None:
+        return cache.options.kv_bits == "fp8"
+    return kv is not None and kv.label == "fp8"
+
+
+def _layout(
+    reader: QuantizedReader, form: Format, structure: Structure | str, schemes: Mapping[str, Scheme], fp8: bool
+) -> CheckpointLayout:
+    head_embeddings = [name for name in schemes if head_or_embedding(name) is not None]
+    return CheckpointLayout(
+        dict(sorted(schemes.items())), _dense(reader, structure), head_embeddings, fp8 and form.holds_cache_scales
+    )
+
+
+def _warnings(
+    reader: QuantizedReader, form: Format, layout: CheckpointLayout, kv: KVPlan | None, cache: CachePlan | None
+) -> list[str]:
+    """What a user should know of the KV cache, and of a source that has the format already."""
+    warnings = _cache_scales_left(reader, layout, kv)
+    warnings += () if cache is None else cache.warnings
+    if kv or cache:
+        warnings += cache_elsewhere("fp8" if _holds_fp8(kv, cache) else 16, form)
+    if reader.format == form.name and cache is None:
+        warnings.append(f"the source is in {form.name} already: it is written anew")
+    return warnings
+
+
+def _cache_scales_left(reader: QuantizedReader, layout: CheckpointLayout, kv: KVPlan | None) -> list[str]:
+    """A warning if scales of an fp8 cache are stored that do not come along."""
+    left = [] if layout.fp8_cache else reader.cache_names()
+    if not left or kv is not None:  # quantkit's own are in quantkit_kv.safetensors too
+        return []
+    return [
+        f"{len(left)} scales of an fp8 KV cache are left out (first {left[0]}): --kv-bits fp8 calibrates such a cache"
+    ]
+
+
+def integer_module(reader: QuantizedReader, name: str) -> QuantTensor:
+    """Read a quantized module. Raises CheckpointError for one that is not integers with scales."""
+    q = reader.module(name)
+    if not isinstance(q, QuantTensor):
+        raise CheckpointError(
+            f"{reader.source.path}: {name} is {q.kind}, whose groups or numbers no other format here has. {ORIGINAL}"
+        )
+    return q
+
+
+def _refused(
+    reader: QuantizedReader,
+    form: Format,
+    layout: CheckpointLayout,
+    schemes: Mapping[str, Scheme | str],
+    shapes: Mapping[str, tuple[int, int]],
+) -> list[str]:
+    """Why the format cannot hold the stored modules.
+
+    schemes: of every module, a number format's name if not integers.
+    """
+    kinds = Counter(kind for kind in schemes.values() if isinstance(kind, str))
+    problems = [
+        f"{count} of {len(schemes)} weights are {kind}, not integers with scales. {ORIGINAL}"
+        for kind, count in kinds.items()
+    ]
+    problems += collapse(
+        [
+            problem
+            for name, scheme in layout.modules.items()
+            if (problem := _module_problem(form, name, scheme, shapes[name])) is not None
+        ]
+    )
+    unsayable = form.cannot_say(layout) if layout.modules else None
+    if unsayable:
+        problems.append(unsayable)
+    if problems:
+        return problems
+    try:  # what only the values tell is mostly the same in every module: look at one before promising anything
+        form.encode(integer_module(reader, next(iter(layout.modules))))
+    except CheckpointError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _module_problem(form: Format, name: str, scheme: Scheme, shape: tuple[int, int]) -> Problem | None:
+    """Why the format cannot hold one module."""
+    kind, reason = head_or_embedding(name), form.supports(scheme, *shape)
+    if kind is not None and not {kind, "tied"} & set(form.head_embeddings):
+        reason = f"no engine reads a quantized {kind} from it"
+    if not reason:
+        return None
+    why = reason.partition(". Use ")[0].removesuffix(".")
+    return Problem(name, f"{form.name} cannot hold {scheme.describe()}: {why}. {ORIGINAL} --format native holds all.")
+
+
+def head_or_embedding(name: str) -> str | None:
+    """``head`` or ``embedding`` for a module outside the blocks, by the names that models use; None inside them."""
+    local = name.rpartition(".")[2]
+    if local in ("lm_head", "embed_out"):
+        return "head"
+    return "embedding" if local in ("embed_tokens", "embed_in", "wte", "word_embeddings") else None
+
+
+def _plain(reader: QuantizedReader, structure: Structure | str) -> tuple[list[str], list[str], list[str]]:
+    """Tensors to copy; problems; notes. Biases that the model has no place for are left out if they are zeros."""
+    plain = reader.plain_names()
+    if isinstance(structure, str) or not structure.extra_biases:
+        return plain, [], []
+    nonzero = [name for name in structure.extra_biases if bool(reader.read(name).any())]
+    reason = (
+        "not zero, but the model has no bias there; engines would leave it out. Take a source that fits its config."
+    )
+    problems = collapse([Problem(name, reason) for name in nonzero])
+    zeros = [name for name in structure.extra_biases if name not in nonzero]
+    notes = [f"{len(zeros)} biases of zeros are left out, which the model has no place for"] if zeros else []
+    return [name for name in plain if name not in zeros], problems, notes
+
+
+def _dense(reader: QuantizedReader, structure: Structure | str) -> list[str]:
+    """Matrices that are no part of a quantized module: what the config has to name as left at 16 bit.
+
+    The head is among them: a tied one is not stored, but engines look for it.
+    """
+    dense = []
+    for name in reader.plain_names():
+        module = name.removesuffix(".weight")
+        if module == name or len(reader.source.info(name).shape) != 2:
+            continue
+        if isinstance(structure, str):  # an unknown structure: by the names that models use
+            embedding = head_or_embedding(module) == "embedding" or module.rpartition(".")[2] in POSITIONS
+        else:
+            embedding = module in structure.embeddings
+        if not embedding:
+            dense.append(module)
+    heads = [name for name in (*dense, *reader.modules) if head_or_embedding(name) == "head"]
+    return sorted(dense if heads else [*dense, "lm_head"])
+
+
+def read_manifest(source: Source) -> dict[str, Any]:
+    """quantkit.json of a folder that quantkit wrote; empty for another tool's."""
+    path = source.path / "quantkit.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}). Remove it to repack without its history.") from error
+    return data if isinstance(data, dict) else {}

@@ -1,0 +1,184 @@
+"""Repack a quantized checkpoint into another format: the same codes, scales and zero points, stored another way.
+
+Exact or refused. What can be repacked into what: docs/formats/README.md.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.checkpoint.source import FolderSource
+from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.convert.engines.lint import lint_folder
+from quantkit.convert.output.side_files import write_beside
+from quantkit.convert.output.smoke_test import TOO_LARGE, continue_prompt
+from quantkit.convert.output.verify import verify_folder, verify_kv
+from quantkit.convert.plan.random_tokens import fallback
+from quantkit.convert.progress import Listener, Progress
+from quantkit.convert.repack.kv_cache import CachePlan, calibrate_cache, manifest_entry
+from quantkit.convert.repack.memory import PART_BYTES
+from quantkit.convert.repack.plan import RepackPlan, integer_module, read_manifest
+from quantkit.convert.report.kv_cache import summary
+from quantkit.convert.report.report import ConvertReport
+from quantkit.convert.results import LayerReport, decision_sha256
+from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
+from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
+from quantkit.core.kvscheme import KVPlan
+from quantkit.errors import CheckpointError, SourceError, UnsupportedModel
+from quantkit.version import __version__
+
+
+def run_repack(plan: RepackPlan, listen: Listener, started: float | None = None) -> ConvertReport:
+    """Execute a plan: read, write and read back module by module. Raises QuantkitError if it has problems.
+
+    Raises CheckpointError, naming the module, for what shows only in the values: act-order groups, a zero point that
+    the format has no field for. Nothing is left behind then.
+    """
+    plan.raise_problems()
+    map_large_blocks()
+    started = time.perf_counter() if started is None else started
+    writer = CheckpointWriter(plan.out, overwrite=plan.overwrite, stem=plan.format.stem)
+    try:
+        report = _repack(plan, writer, listen)
+        writer.commit()
+    except BaseException:
+        writer.abandon()
+        raise
+    report.seconds = time.perf_counter() - started
+    report.peak_host_bytes = peak_rss()
+    report.output_bytes = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
+    return report
+
+
+def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> ConvertReport:
+    report = _report(plan)
+    total = len(plan.reader.modules)
+    kv, calibration = plan.kv, None
+    if plan.cache is not None:
+        kv, calibration = _calibrate(plan, plan.cache, report, listen)
+    decisions = _write_tensors(plan, writer, kv, report, listen)
+    write_beside(
+        plan.source,
+        writer.folder,
+        quantization=plan.format.config(plan.layout, __version__),
+        manifest=_manifest(plan, calibration, report.cache),
+        kv=kv,
+    )
+    writer.assemble()
+    try:
+        report.engines = lint_folder(FolderSource(writer.folder))
+    except UnsupportedModel as error:  # repacking needs no structure: models that quantkit cannot run are repacked too
+        report.warnings.append(f"which engines load it is not known: {error}")
+    listen(Progress("verify", total, total))
+    report.verified_tensors = verify_folder(writer.folder, decisions, writer.entries)
+    report.verified_tensors += verify_kv(writer.folder, kv)
+    sample = _smoke_test(plan, writer.folder)
+    if isinstance(sample, str):
+        report.notes.append(sample)
+    else:
+        report.sample = sample
+    return report
+
+
+def _report(plan: RepackPlan) -> ConvertReport:
+    """The report before anything is done."""
+    source = plan.source
+    return ConvertReport(
+        out=plan.out,
+        method="repack",
+        format=plan.format.name,
+        scheme=", ".join(plan.schemes()),
+        kv_bits=plan.kv_bits,
+        warnings=list(plan.warnings),
+        repacked_from=plan.reader.format,
+        predicted_host_bytes=plan.host,
+        source_bytes=sum(source.info(name).nbytes for name in source.names()),
+    )
+
+
+def _calibrate(
+    plan: RepackPlan, cache: CachePlan, report: ConvertReport, listen: Listener
+) -> tuple[KVPlan, dict[str, Any]]:
+    """A cache for the stored weights (bits and scales of every layer), and what decided it, for the manifest."""
+    request = cache.options.cache
+    calibrated = calibrate_cache(cache, plan.source, lambda *at: listen(Progress(*at)))
+    kv = decide_cache(request, calibrated.layers)
+    report.kv_bits, report.cache = kv.label, summary(kv, calibrated.layers, request.budget)
+    report.notes += calibrated.notes
+    release_free_memory()
+    return kv, manifest_entry(cache, calibrated.windows)
+
+
+def _write_tensors(
+    plan: RepackPlan, writer: CheckpointWriter, kv: KVPlan | None, report: ConvertReport, listen: Listener
+) -> dict[str, str]:
+    """Write every module, every tensor that is copied, and other engines' cache scales.
+
+    ``decision_sha256`` by module.
+    """
+    reader, batch, decisions = plan.reader, _Batch(writer), dict[str, str]()
+    for done, name in enumerate(reader.modules):
+        listen(Progress("repack", done, len(reader.modules), name))
+        q = integer_module(reader, name)
+        decisions[name] = decision_sha256(q)
+        try:
+            parts = plan.format.encode(q)
+        except CheckpointError as error:
+            raise CheckpointError(f"{plan.source.path}: {name}: {error}") from error
+        batch.add({f"{name}.{part}": value for part, value in parts.items()})
+        report.layers.append(LayerReport(name, q.scheme.describe(), None, None, q.codes.numel(), q.bits_stored))
+    listen(Progress("copy", len(reader.modules), len(reader.modules)))
+    for name in plan.plain:
+        batch.add({name: reader.read(name)})
+    if plan.layout.fp8_cache and kv is not None:
+        batch.add(engine_scales(kv, {name: name for name in (*reader.modules, *plan.plain)}))
+    batch.flush()
+    return decisions
+
+
+def _smoke_test(plan: RepackPlan, folder: Path) -> dict[str, str] | str:
+    """What the written model makes of a prompt; or, why it is not run."""
+    if not plan.generates:
+        return TOO_LARGE
+    try:
+        tokenizer = load_tokenizer(plan.source)
+    except SourceError as error:  # the weights do not need it: repacking is no worse off than its source
+        return f"no sample was generated: {error}"
+    return continue_prompt(
+        folder, fallback(tokenizer), tokenizer, str(plan.out), "please report it: no code was changed"
+    )
+
+
+class _Batch:
+    """Collects tensors into parts of about PART_BYTES."""
+
+    def __init__(self, writer: CheckpointWriter) -> None:
+        self.writer, self.tensors, self.size, self.parts = writer, dict[str, Tensor](), 0, 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors.update(tensors)
+        self.size += sum(tensor.nbytes for tensor in tensors.values())
+        if self.size >= PART_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.tensors:
+            self.writer.add_part(f"repack-{self.parts:05d}", self.tensors)
+        self.tensors, self.size, self.parts = {}, 0, self.parts + 1
+        release_free_memory()
+
+
+def _manifest(plan: RepackPlan, calibration: dict[str, Any] | None, cache: dict[str, Any] | None) -> dict[str, Any]:
+    """What made these bytes. No times and no paths. ``source``: the manifest of what was repacked."""
+    return {
+        "quantkit_version": __version__,
+        "repacked_from": {"format": plan.reader.format, "sha256": plan.source.digest()},
+        "options": {"format": plan.format.name},
+        **({} if calibration is None else {"calibration": calibration, "cache": cache}),
+        "source": read_manifest(plan.source) or None,
+    }

@@ -1,0 +1,70 @@
+"""What a report says of a calibrated KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from quantkit.algorithms.kv import LayerRanges
+from quantkit.core.kvscheme import KVPlan
+
+
+def average_bits(plan: KVPlan) -> tuple[float, float]:
+    """Bits of a number, averaged over keys and values of all layers: of its code, and with the scales of its page.
+
+    plan: as convert stores it, with the scales of every layer (they tell heads and head_dim).
+    """
+    codes = stored = 0.0
+    for name, scheme in plan.layers.items():
+        heads, head_dim = plan.static[name].k_scale.shape
+        codes += (scheme.keys + scheme.values) / 2
+        stored += 8 * scheme.bytes_per_token(heads, head_dim, torch.float16) / (2 * heads * head_dim)
+    count = max(len(plan.layers), 1)
+    return round(codes / count, 4), round(stored / count, 4)
+
+
+def summary(plan: KVPlan, layers: Mapping[str, LayerRanges], budget: float | None) -> dict[str, Any]:
+    """The calibrated cache for report, JSON and manifest.
+
+    code_bits: of a number; stored_bits: with the scales of its page. Averages over keys and values of all layers.
+    """
+    codes, stored = average_bits(plan)
+    rows = []
+    for name, scheme in plan.layers.items():
+        row: dict[str, Any] = {"name": name, "keys": scheme.keys, "values": scheme.values}
+        if layers[name].key_sensitivity:
+            row["damage"] = {
+                side: {str(bits): float(f"{kl:.4g}") for bits, kl in by_bits.items()}
+                for side, by_bits in (
+                    ("keys", layers[name].key_sensitivity),
+                    ("values", layers[name].value_sensitivity),
+                )
+            }
+        rows.append(row)
+    return {
+        "bits": plan.label,
+        "scales": plan.scheme.scales,
+        "budget": budget,
+        "code_bits": codes,
+        "stored_bits": stored,
+        "layers": rows,
+    }
+
+
+def summary_lines(cache: Mapping[str, Any]) -> list[str]:
+    """A line for people, and with a budget the table of layers. cache: of ``summary``."""
+    lines = [
+        f"  cache     {cache['scales']} scales, {cache['code_bits']:.2f} bits a number, {cache['stored_bits']:.2f} with"
+        " scales" + (f" (budget {cache['budget']:g})" if cache["budget"] is not None else "")
+    ]
+    if cache["budget"] is None:
+        return lines
+    rows = cache["layers"]
+    lines.append("            layer      keys values   damage of keys, values")
+    for i, row in enumerate(rows):
+        cost = (row["damage"][side][str(row[side])] for side in ("keys", "values"))
+        shown = "  ".join(f"{value:.1e}" for value in cost)
+        lines.append(f"            {i:<10d} {row['keys']:4d} {row['values']:6d}   {shown}")
+    return lines

@@ -1,0 +1,167 @@
+"""What the stages of a conversion hand to each other: data only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.algorithms.guide import Guide
+from quantkit.algorithms.kv import LayerRanges
+from quantkit.checkpoint.writer import tensor_sha256
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+
+
+@dataclass
+class InputGroup:
+    """Linears of a block that read one tensor (names inside the block), and what is known about that tensor.
+
+    hessian: [in, in], the mean of x xᵀ over ``tokens``, where the block is; largest: float32 [in], the largest |x| per
+    channel; None without data. ``dropped`` tokens were not finite. cross: [in, in], the mean of (y - x) xᵀ with y what
+    the original model has in the place of x (``algorithms.PAIRED`` methods; never for experts), else None.
+    """
+
+    names: tuple[str, ...]
+    hessian: Tensor | None = None
+    tokens: int = 0
+    dropped: int = 0
+    largest: Tensor | None = None
+    cross: Tensor | None = None
+
+
+@dataclass
+class BlockResult:
+    """Everything that checkpoint, verification and report need of one block."""
+
+    parts: dict[str, Tensor] = field(default_factory=dict)  # by stored name
+    digests: dict[str, str] = field(default_factory=dict)  # module name -> decision_sha256
+    layers: list[LayerReport] = field(default_factory=list)
+    kv: dict[str, LayerRanges] = field(default_factory=dict)  # by attention module
+    notes: list[str] = field(default_factory=list)  # end in the report, the JSON and the manifest
+    folds: dict[str, dict[str, bool]] = field(default_factory=dict)  # block -> kind of producer -> can be scaled
+    # block -> before, after: ``tune.block_error`` of its output on text held back, weighted by channel; step: of
+    # learning that was the best
+    tuning: dict[str, dict[str, float]] = field(default_factory=dict)
+    # of the end-to-end pass: steps, windows and tokens learned from, windows kept back, divergence on those before and
+    # after, whether it stands
+    distilled: dict[str, Any] | None = None
+
+
+@dataclass
+class Collected:
+    """What report and verification need of all blocks, fields as in ``BlockResult``."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    kv: dict[str, LayerRanges] = field(default_factory=dict)
+    folds: dict[str, dict[str, bool]] = field(default_factory=dict)
+    layers: list[LayerReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tuning: dict[str, dict[str, float]] = field(default_factory=dict)
+    distilled: dict[str, Any] | None = None
+
+    def add(self, result: BlockResult) -> None:
+        """Keep a finished block's facts, not its tensors."""
+        self.digests.update(result.digests)
+        self.kv.update(result.kv)
+        self.folds.update(result.folds)
+        self.layers += result.layers
+        self.notes += result.notes
+        self.tuning.update(result.tuning)
+        self.distilled = self.distilled if result.distilled is None else result.distilled
+
+    def last_error(self) -> str:
+        """The last layer's output error, for a progress bar."""
+        if not self.layers or self.layers[-1].relative_output_error is None:
+            return ""
+        return f"{self.layers[-1].name.rpartition('.')[2]} error {self.layers[-1].relative_output_error:.1%}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """What a report says of one linear.
+
+    relative_output_error: ``sqrt(tr(D H Dᵀ) / tr(W H Wᵀ))``, None without data (H is then unknown).
+    relative_weight_error: None after a repack, which does not see the original.
+    """
+
+    name: str
+    scheme: str
+    relative_weight_error: float | None
+    relative_output_error: float | None
+    weights: int
+    bits: int  # stored, scales and zeros counted
+    damping: float | None = None
+    fallback: str | None = None
+    raised_scales: int = 0  # groups whose scale was raised to the smallest normal fp16
+    tokens: int = 0  # calibration tokens behind its statistics, 0 without data
+    dropped_tokens: int = 0  # tokens that were left out because they were not finite
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "scheme": self.scheme,
+            "relative_weight_error": _short(self.relative_weight_error),
+            "relative_output_error": _short(self.relative_output_error),
+            "bits_per_weight": _short(self.bits / self.weights),
+            "damping": self.damping,
+            "fallback": self.fallback,
+            "raised_scales": self.raised_scales,
+            "tokens": self.tokens,
+            "dropped_tokens": self.dropped_tokens,
+        }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
+
+
+WINDOWS, TOKENS = 8, 512  # of calibration text that sensitivity is measured on
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Weights that get one scheme: fused linears (q/k/v, gate/up), or head or embeddings.
+
+    members: module names of the skeleton. kind: "linear", or one of ``targets.OUTSIDE``. options: schemes it may get,
+    None for 16 bit.
+    """
+
+    members: tuple[str, ...]
+    kind: str
+    options: tuple[Scheme | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the sensitivity pass found, on the host.
+
+    sensitivity: for each option of each unit, the KL divergence that rounding it alone adds, in nats per token.
+    channels: by block, float32 [hidden], ``sensitivity.channel_shares`` of its output. guides: by block, the importance
+    weights of tokens; None if nobody asked.
+    """
+
+    sensitivity: list[list[float]]
+    channels: list[Tensor]
+    guides: list[Guide | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChoice:
+    """The options that were chosen for the units of a bit budget.
+
+    taken: the index of each unit's option. sensitivity: as in ``Measured``. measured_on: name of the text, windows,
+    tokens per window.
+    """
+
+    taken: tuple[int, ...]
+    sensitivity: list[list[float]]
+    measured_on: dict[str, Any]
+
+
+def decision_sha256(q: QuantTensor) -> str:
+    """Identifies codes, scales, zeros and scheme: what the algorithm decided, independent of any format."""
+    parts = [tensor_sha256(q.codes), tensor_sha256(q.scales), "" if q.zeros is None else tensor_sha256(q.zeros)]
+    return " ".join([*parts, json.dumps(q.scheme.to_json(), sort_keys=True)])

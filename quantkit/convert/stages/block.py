@@ -1,0 +1,205 @@
+"""Quantize one decoder block: what is known about its inputs, and what becomes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.algorithms import CALIBRATED, Scales, Solution
+from quantkit.algorithms.awq import awq
+from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq, proxy_loss
+from quantkit.algorithms.hqq import hqq
+from quantkit.algorithms.rtn import rtn
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.targets import Target
+from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decision_sha256
+from quantkit.convert.stages.tune import TuneInputs, tune_block
+from quantkit.core import affine
+from quantkit.core.activations import round_input
+from quantkit.core.affine import SMALLEST_SCALE
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError
+from quantkit.formats.interface import Format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """What every block of a conversion is quantized with.
+
+    targets: weights to quantize, by module name of the skeleton. loops: what visits GPTQ's columns.
+    """
+
+    options: ConvertOptions
+    format: Format
+    targets: Mapping[str, Target]
+    loops: Loops
+
+
+@dataclass
+class _Solved:
+    """One linear (its name inside the block) and what was decided for it."""
+
+    name: str
+    target: Target
+    linear: nn.Linear
+    quantized: QuantTensor
+    group: InputGroup
+    solution: Solution
+
+
+def quantize_block(
+    solver: Solver,
+    prefix: str,
+    block: nn.Module,
+    groups: Sequence[InputGroup],
+    result: BlockResult,
+    tune_inputs: TuneInputs | None = None,
+) -> None:
+    """Quantize the linears of ``block`` (called ``prefix`` in the model) that the plan names, and fill ``result``.
+
+    The block's weights are replaced by what an engine will compute with, and inputs are rounded where it rounds them.
+    Linears of one group and one scheme are solved together; each scheme of a group is solved on the same Hessian.
+    tune_inputs: all of them learn together then.
+    """
+    solved: Iterable[_Solved] = _solve_groups(solver, prefix, block, groups, result)
+    if tune_inputs is not None:
+        solved = _learn(solver, prefix, block, list(solved), tune_inputs, result)
+    for one in solved:
+        _write_result(solver, one, result)
+
+
+def _solve_groups(
+    solver: Solver, prefix: str, block: nn.Module, groups: Sequence[InputGroup], result: BlockResult
+) -> Iterator[_Solved]:
+    """Every linear to quantize; one group's results are there at a time."""
+    for group in groups:
+        by_scheme: dict[Scheme, list[str]] = {}
+        for name in group.names:
+            target = solver.targets.get(f"{prefix}.{name}")
+            if target is not None:
+                by_scheme.setdefault(target.scheme, []).append(name)
+        for scheme, names in by_scheme.items():
+            yield from _solve_stack(solver, prefix, block, names, scheme, group, result)
+
+
+def _solve_stack(
+    solver: Solver,
+    prefix: str,
+    block: nn.Module,
+    names: list[str],
+    scheme: Scheme,
+    group: InputGroup,
+    result: BlockResult,
+) -> list[_Solved]:
+    """Linears with one input and one scheme, stacked along their rows."""
+    targets = [solver.targets[f"{prefix}.{name}"] for name in names]
+    linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
+    try:
+        solution = _solve(solver, torch.cat([linear.weight for linear in linears]), scheme, group)
+    except NumericsError as error:
+        raise NumericsError(f"{targets[0].name}: {error}") from error
+    if solution.damping is not None and solution.damping > solver.options.damping:
+        result.notes.append(
+            f"{', '.join(t.name for t in targets)}: damping raised from {solver.options.damping:g} to"
+            f" {solution.damping:g}, the Hessian could not be factorised with less"
+        )
+    rows = _rows(solution.quantized, targets)
+    return [_Solved(*each, group, solution) for each in zip(names, targets, linears, rows, strict=True)]
+
+
+def _learn(
+    solver: Solver, prefix: str, block: nn.Module, solved: list[_Solved], tune_inputs: TuneInputs, result: BlockResult
+) -> list[_Solved]:
+    """All linears of the block together: codes and scales from what was solved for each."""
+    if not solved:
+        return solved
+    tuned = tune_block(solver.options, block, {one.name: one.quantized for one in solved}, tune_inputs)
+    if tuned.trouble is not None:
+        result.notes.append(f"{prefix}: not tuned, {tuned.trouble}" if not tuned.step else f"{prefix}: {tuned.trouble}")
+    if math.isfinite(tuned.before):
+        result.tuning[prefix] = {"before": tuned.before, "after": tuned.after, "step": tuned.step}
+    return [replace(one, quantized=tuned.quantized[one.name]) for one in solved]
+
+
+def _write_result(solver: Solver, one: _Solved, result: BlockResult) -> None:
+    """Report and encode what was decided; the linear computes with it from now on."""
+    target, linear, q = one.target, one.linear, one.quantized
+    dequantized = q.dequantize()
+    result.layers.append(_report(target, linear.weight, q, dequantized, one.group, one.solution))
+    result.parts.update({f"{target.name}.{part}": value.cpu() for part, value in solver.format.encode(q).items()})
+    result.digests[target.name] = decision_sha256(q.to("cpu"))
+    linear.weight = nn.Parameter(dequantized, requires_grad=False)
+    if q.scheme.activations is not None:
+        linear.register_forward_pre_hook(round_input)
+
+
+def _solve(solver: Solver, weight: Tensor, scheme: Scheme, group: InputGroup) -> Solution:
+    o, hessian = solver.options, group.hessian
+    scales: Scales = "minmax" if o.scales == "minmax" else "search"
+    if o.method == "gptq" and hessian is not None:
+        return gptq(
+            weight,
+            hessian,
+            scheme,
+            GPTQOptions(damping=o.damping, scales=scales),
+            solver.loops,
+            group.cross,
+        )
+    if o.method == "hqq":
+        return hqq(weight, scheme, scales, None if hessian is None else hessian.diagonal())
+    if o.method == "tune" and hessian is not None and scales == "search":
+        return _nearest(weight, gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping), solver.loops))
+    if o.method in ("awq", "tune") and hessian is not None:
+        return awq(weight, hessian, scheme, scales, o.damping)
+    if o.method in CALIBRATED and o.method != "smooth":
+        return replace(rtn(weight, scheme, scales), fallback="rounded: no calibration token reached this layer")
+    # without the statistics, also when the KV cache brought some: rtn is data-free, and smooth has used them before
+    return rtn(weight, scheme, scales)
+
+
+def _nearest(weight: Tensor, solution: Solution) -> Solution:
+    """The nearest codes on the ranges of a solution.
+
+    Where learning starts. From GPTQ's own codes it ends no better than they are.
+    """
+    q = solution.quantized
+    codes = affine.quantize(weight, q.scales, q.zeros, q.scheme)
+    return replace(solution, quantized=QuantTensor(codes, q.scales, q.zeros, q.scheme))
+
+
+def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:
+    """The stacked result, one linear at a time."""
+    found, start = [], 0
+    for target in targets:
+        rows = slice(start, start + target.out_features)
+        zeros = None if q.zeros is None else q.zeros[rows]
+        found.append(QuantTensor(q.codes[rows], q.scales[rows], zeros, q.scheme))
+        start += target.out_features
+    return found
+
+
+def _report(
+    target: Target, weight: Tensor, q: QuantTensor, dequantized: Tensor, group: InputGroup, solution: Solution
+) -> LayerReport:
+    output = None
+    if group.hessian is not None:
+        loss, energy = proxy_loss(weight, dequantized, group.hessian)
+        output = (max(loss, 0.0) / max(energy, 1e-30)) ** 0.5
+    return LayerReport(
+        name=target.name,
+        scheme=q.scheme.describe(),
+        relative_weight_error=float((weight - dequantized).norm() / weight.norm().clamp(min=1e-30)),
+        relative_output_error=output,
+        weights=q.codes.numel(),
+        bits=q.bits_stored,
+        damping=solution.damping,
+        fallback=solution.fallback,
+        raised_scales=int((q.scales.float() <= SMALLEST_SCALE).sum()),
+        tokens=group.tokens,
+        dropped_tokens=group.dropped,
+    )

@@ -1,0 +1,49 @@
+"""A look at every weight before hours are spent.
+
+A NaN in the last block would otherwise be found behind the work on all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.source import Source, non_finite
+from quantkit.model.rotate import RotatedSource
+from quantkit.model.skeleton import Weights
+
+AT_ONCE = 1 << 22  # weights: the temporaries of a whole embedding would be more than it
+
+
+def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> None:
+    """Read every weight of the model once, and refuse NaN and infinite values.
+
+    One tensor is in memory at a time; of fused experts, one expert. listen: told of tensors done, and all.
+
+    Raises NumericsError, naming every tensor that holds NaN or infinite values.
+    """
+    source = weights.source
+    if isinstance(source, RotatedSource):
+        source = source.original  # as stored: rotating takes longer than reading
+    stored = set(source.names())
+    names = sorted({one.name for one in weights.sources.values()} & stored)
+    entries = {one.name for one in weights.sources.values() if one.index is not None}
+    bad = []
+    for done, name in enumerate(names):
+        listen(done, len(names))
+        pieces = (part for value in _pieces(source, name, name in entries) for part in value.flatten().split(AT_ONCE))
+        if not all(bool(torch.isfinite(part).all()) for part in pieces):
+            bad.append(name)
+    listen(len(names), len(names))
+    if bad:
+        raise non_finite(source.path, bad)
+
+
+def _pieces(source: Source, name: str, entries: bool) -> Iterator[Tensor]:
+    if not entries:
+        yield source.read(name)
+        return
+    for index in range(source.info(name).shape[0]):
+        yield source.read_entry(name, index)

@@ -1,0 +1,122 @@
+"""What is decided before the first block by measuring.
+
+The bits within a size, and what counts for the model's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.algorithms.guide import Guide
+from quantkit.calibrate.data import CalibrationWindows
+from quantkit.convert.job.work_folder import Work
+from quantkit.convert.plan.bit_budget import BitBudget, chosen_targets
+from quantkit.convert.plan.inputs import Inputs
+from quantkit.convert.plan.plan import Plan, Unquantized, find_unquantized
+from quantkit.convert.plan.targets import Target, head_embeddings
+from quantkit.convert.results import TOKENS, WINDOWS, BlockResult, BudgetChoice, Measured
+from quantkit.convert.stages.sensitivity import SensitivityPass
+from quantkit.core.host import OnStep
+from quantkit.model.experts import expert_linears
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """What the loop over blocks works with, beside the plan: nothing in it changes any more.
+
+    targets, unquantized: those of the plan, or with a bit budget what was chosen. choice: of the bit budget, None
+    without one. channels: by block, float32 [hidden], the importance of each channel of its output. guides: by block,
+    the importance weights of tokens. None where nothing asked for them.
+    """
+
+    targets: Mapping[str, Target]
+    unquantized: Unquantized
+    choice: BudgetChoice | None = None
+    channels: Sequence[Tensor] | None = None
+    guides: Sequence[Guide | None] | None = None
+
+    def head_embeddings(self) -> list[Target]:
+        """Head and embeddings that are quantized."""
+        return head_embeddings(self.targets)
+
+
+def decide(plan: Plan, inputs: Inputs, work: Work, on_step: OnStep) -> Decisions:
+    """Measure sensitivity where the plan needs it, and choose by it.
+
+    What was measured and chosen is kept in the work folder: a resumed job goes on with the same.
+
+    Raises what ``SensitivityPass.measure`` raises, NumericsError for a sensitivity that is not finite.
+    """
+    decisions = Decisions(targets=plan.targets, unquantized=plan.unquantized)
+    if not plan.measures:
+        return decisions
+    if work.finished is not None:  # all is written; what is in it follows from the options that were chosen
+        return decisions if plan.budget is None else _apply(plan, plan.budget, decisions, work.choice)
+    windows = inputs.for_sensitivity
+    assert windows is not None
+    measured = work.measured()
+    if measured is None:
+        measured = _measure(plan, windows, work, on_step)
+        work.keep_measured(measured)
+    decisions = replace(decisions, channels=measured.channels, guides=measured.guides)
+    if plan.budget is None:
+        return decisions
+    return _apply(plan, plan.budget, decisions, _choose(plan.budget, measured, windows))
+
+
+def _measure(plan: Plan, windows: CalibrationWindows, work: Work, on_step: OnStep) -> Measured:
+    guided = [name for name, target in plan.targets.items() if target.kind == "linear"] if plan.options.guided else []
+    measuring = SensitivityPass(
+        plan.weights,
+        plan.blocks,
+        windows.ids,
+        plan.device,
+        folder=work.folder,
+        seed=plan.options.seed,
+        search=plan.options.scales != "minmax",
+        guided=guided,
+        folds=plan.options.folds,
+    )
+    return measuring.measure(() if plan.budget is None else plan.budget.units, on_step)
+
+
+def _choose(budget: BitBudget, measured: Measured, windows: CalibrationWindows) -> BudgetChoice:
+    """The options that lose least within the budget."""
+    used = windows.ids[:WINDOWS, :TOKENS]
+    measured_on: dict[str, Any] = {"text": windows.name, "windows": used.shape[0], "tokens": used.shape[1]}
+    taken = budget.choices(measured.sensitivity).within(budget.budget - budget.fixed)
+    return BudgetChoice(tuple(taken), measured.sensitivity, measured_on)
+
+
+def _apply(plan: Plan, budget: BitBudget, decisions: Decisions, choice: BudgetChoice | None) -> Decisions:
+    """The decisions with the schemes that were chosen for the units of a bit budget."""
+    assert choice is not None
+    schemes = [unit.options[index] for unit, index in zip(budget.units, choice.taken, strict=True)]
+    targets = chosen_targets(plan.targets, budget.units, schemes)
+    unquantized = find_unquantized(plan.weights, targets, plan.rewritten)
+    return replace(decisions, targets=targets, unquantized=unquantized, choice=choice)
+
+
+def importance_of_tokens(
+    plan: Plan, decisions: Decisions, index: int, groups: Sequence[tuple[str, ...]], result: BlockResult
+) -> Guide | None:
+    """Return the importance weights of tokens for the linears of block ``index`` that are quantized.
+
+    groups: names of linears inside the block. None if nobody asked or nothing is known; where nothing is known,
+    ``result`` gets a note, except for experts: the plan's warnings speak of those.
+    """
+    if decisions.guides is None:
+        return None
+    prefix, block = plan.blocks.name(index), plan.blocks.modules[index]
+    guide = decisions.guides[index]
+    quantized = {name for group in groups for name in group if f"{prefix}.{name}" in decisions.targets}
+    missing = sorted(quantized - set(() if guide is None else guide.linears) - set(expert_linears(block)))
+    if missing:
+        result.notes.append(
+            f"{prefix}: every token counts the same for {', '.join(missing)}, no finite gradient was measured there"
+        )
+    return None if guide is None else guide.only(quantized)

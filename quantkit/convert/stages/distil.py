@@ -1,0 +1,402 @@
+"""The end-to-end pass after the blocks: scales and norms learn the original's distribution, codes stay.
+
+The arithmetic is in ``algorithms.distil``. One step takes a few windows through all blocks and back. Memory does not
+grow with the model beyond its packed size: of a step only the states in front of each block are kept, and each block
+runs again on the way back (activation checkpointing, Chen et al., arXiv 1604.06174). Weights are made float when they
+are used, from codes that are held, or read again each time where they would take much of the free memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.algorithms import distil as algorithm
+from quantkit.algorithms.distil import DistilOptions, LearnedNorm, LearnedScales, divergence, rate_at
+from quantkit.calibrate.capture import advance
+from quantkit.calibrate.data import CalibrationWindows
+from quantkit.calibrate.matmul_precision import model_runs
+from quantkit.checkpoint.writer import CheckpointWriter, tensor_sha256
+from quantkit.convert.job.states import StateStore
+from quantkit.convert.plan.memory import CHUNK
+from quantkit.convert.plan.targets import Target, head_embeddings
+from quantkit.convert.results import BlockResult, decision_sha256
+from quantkit.convert.stages.embed import embed
+from quantkit.convert.stages.loaded_block import loaded
+from quantkit.core import affine
+from quantkit.core.host import available_bytes, release_free_memory
+from quantkit.core.qtensor import QuantTensor
+from quantkit.formats.interface import Format
+from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.stepper import BlockArguments, forward_block, forward_norm, given, gradients_in_order
+from quantkit.runtime.layers.build import load_parameters
+from quantkit.runtime.model import head_only
+
+PART = "distilled"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+OnDistil = Callable[[str, int, int, str], None]  # told of progress: stage, steps done, steps in all, a note
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The quantized model as the blocks' parts hold it, and the original that it came from.
+
+    targets: quantized weights, by module name of the skeleton. writer: has every tensor that was written.
+    """
+
+    weights: Weights
+    blocks: Blocks
+    targets: Mapping[str, Target]
+    format: Format
+    device: torch.device
+    writer: CheckpointWriter
+
+    @property
+    def model(self) -> nn.Module:
+        """The skeleton."""
+        return self.weights.model
+
+    def head_embeddings(self) -> list[Target]:
+        """Head and embeddings that are quantized."""
+        return head_embeddings(self.targets)
+
+
+def distil(
+    written: Written, windows: CalibrationWindows, listen: OnDistil, *, states: StateStore, resumed: bool
+) -> BlockResult:
+    """Learn scales and norms end to end; return what is stored differently, and the divergence before and after.
+
+    states: where a killed pass is taken up from, if ``resumed``. Everything else of the model must have been written.
+    If the divergence on the windows kept back does not fall or is not finite, nothing changes, and the result says so.
+    """
+    with torch.enable_grad(), model_runs(written.device):
+        return _Pass(written, windows, listen, states, resumed).run()
+
+
+class _NotFinite(Exception):
+    """A divergence is not; the step."""
+
+
+@dataclass
+class _Block:
+    """One block's learned parts, by parameter name inside it."""
+
+    scales: dict[str, LearnedScales] = field(default_factory=dict)
+    norms: dict[str, LearnedNorm] = field(default_factory=dict)
+
+    def learned(self) -> Iterator[nn.Parameter]:
+        yield from (one.delta for one in self.scales.values())
+        yield from (one.delta for one in self.norms.values())
+
+
+class _Student:
+    """The quantized model as it was written, one block at a time, and what of it learns."""
+
+    def __init__(self, written: Written) -> None:
+        self.written, self.writer = written, written.writer
+        self.targets = {f"{name}.weight": target for name, target in written.targets.items()}
+        total = sum(t.out_features * t.in_features for t in written.targets.values() if t.kind == "linear")
+        self._held: dict[int, dict[str, QuantTensor | Tensor]] | None = (
+            {} if total < algorithm.RESIDENT * available_bytes() else None
+        )
+        self.blocks = [self._learned(index) for index in range(len(written.blocks))]
+        prefix = f"{written.blocks.prefix}."
+        self.norms = {
+            name: LearnedNorm(self._plain(name), stored)
+            for name, p in written.weights.parameters.items()
+            if not name.startswith(prefix) and p.dim() == 1 and _is_norm(written.model, name)
+            for stored in (self._dtype(name),)
+        }
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that learns, always in the same order."""
+        return [p for block in self.blocks for p in block.learned()] + [norm.delta for norm in self.norms.values()]
+
+    def forward(self, index: int, hidden: Tensor, call: BlockArguments) -> Tensor:
+        """One block, recording where the caller does."""
+        block, values = self.blocks[index], {}
+        for name, stored in self._values(index).items():
+            if isinstance(stored, QuantTensor):
+                values[name] = block.scales[name].weight(stored)
+            else:
+                values[name] = block.norms[name].value() if name in block.norms else stored
+        with given(self.written.blocks.modules[index], values):
+            return forward_block(self.written.blocks.modules[index], hidden, call)
+
+    def outside(self) -> dict[str, Tensor]:
+        """Head and embeddings that are quantized, dequantized, by parameter name."""
+        return {t.parameter: self._dequantized(t) for t in self.written.head_embeddings()}
+
+    def _dequantized(self, target: Target) -> Tensor:
+        """Float32 ``[out, in]``, a few rows at a time.
+
+        The temporaries of a vocabulary's rows would be three times as large.
+        """
+        q = self._quantized(target.parameter)
+        found = torch.empty(q.codes.shape, device=q.codes.device)
+        for rows in torch.arange(len(found)).split(max(1, CHUNK // found.shape[1])):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            zeros = None if q.zeros is None else q.zeros[part]
+            found[part] = affine.dequantize(q.codes[part], q.scales[part], zeros, q.scheme)
+        return found
+
+    def round_(self) -> None:
+        """Let scales and norms be what will be stored."""
+        for index, block in enumerate(self.blocks):
+            for name, scales in block.scales.items():
+                scales.round_(self.targets[f"{self.written.blocks.name(index)}.{name}"].scheme)
+            for norm in block.norms.values():
+                norm.round_()
+        for norm in self.norms.values():
+            norm.round_()
+
+    def collect(self, result: BlockResult) -> None:
+        """What is stored differently now."""
+        for index, block in enumerate(self.blocks):
+            values, prefix = self._values(index), self.written.blocks.name(index)
+            for name, scales in block.scales.items():
+                q, target = scales.result(values[name]), self.targets[f"{prefix}.{name}"]  # type: ignore[arg-type]
+                result.digests[target.name] = decision_sha256(q.to("cpu"))
+                for part, value in self.written.format.encode(q.to("cpu")).items():
+                    self._changed(f"{target.name}.{part}", value, result)
+            for name, norm in block.norms.items():
+                self._changed(self.written.weights.names[f"{prefix}.{name}"], norm.result().cpu(), result)
+        for name, norm in self.norms.items():
+            self._changed(self.written.weights.names[name], norm.result().cpu(), result)
+
+    def _changed(self, stored: str, value: Tensor, result: BlockResult) -> None:
+        entry = self.writer.entries.get(stored)
+        if entry is None or entry.sha256 != tensor_sha256(value):
+            result.parts[stored] = value
+
+    def _learned(self, index: int) -> _Block:
+        block, prefix = _Block(), self.written.blocks.name(index)
+        module = self.written.blocks.modules[index]
+        for name, value in self._values(index).items():
+            if isinstance(value, QuantTensor):
+                block.scales[name] = LearnedScales(value.scales)
+            elif value.dim() == 1 and _is_norm(module, name):
+                block.norms[name] = LearnedNorm(value, self._dtype(f"{prefix}.{name}"))
+        return block
+
+    def _values(self, index: int) -> dict[str, QuantTensor | Tensor]:
+        """Every parameter of a block as it was written, on the device: quantized ones as codes, others in float32."""
+        if self._held is not None and index in self._held:
+            return self._held[index]
+        prefix, found = self.written.blocks.name(index), {}
+        for local, _ in self.written.blocks.modules[index].named_parameters():
+            name = f"{prefix}.{local}"
+            found[local] = self._quantized(name) if name in self.targets else self._plain(name)
+        if self._held is not None:
+            self._held[index] = found
+        return found
+
+    def _quantized(self, name: str) -> QuantTensor:
+        target = self.targets[name]
+        local = {n.removeprefix(f"{target.name}."): n for n in self.writer.entries if n.startswith(f"{target.name}.")}
+        parts = {part: self.writer.read(full) for part, full in local.items()}
+        return self.written.format.decode(parts, target.scheme).to(self.written.device)
+
+    def _plain(self, name: str) -> Tensor:
+        stored = self.written.weights.names[name]
+        if stored in self.writer.entries:
+            return self.writer.read(stored).to(self.written.device).float()
+        return self.written.weights.read(name, self.written.device)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.written.weights.source.info(self.written.weights.stored(name)).dtype
+
+
+def _is_norm(root: nn.Module, parameter: str) -> bool:
+    """By the name of its module's class, as every architecture here has it.
+
+    A router's bias or an attention sink is a vector, too, and stays.
+    """
+    return "norm" in type(root.get_submodule(parameter.rpartition(".")[0])).__name__.lower()
+
+
+class _Pass:
+    """The training itself: windows, the original's final states, steps, and the judgement at the end."""
+
+    def __init__(
+        self, written: Written, windows: CalibrationWindows, listen: OnDistil, states: StateStore, resumed: bool
+    ) -> None:
+        self.written, self.listen, self.store, self.resumed = written, listen, states, resumed
+        self.options = DistilOptions()
+        size = algorithm.window_batch(*windows.ids.shape)
+        order = torch.randperm(len(windows.ids), generator=torch.Generator().manual_seed(windows.seed))
+        ids = windows.ids[order[: len(order) // size * size]]
+        self.batches = list(ids.split(size))
+        self.held = max(1, len(self.batches) // algorithm.HELD)
+        self.steps = len(self.batches) - self.held
+        with torch.no_grad():
+            self.student = _Student(written)
+            self.outside = self.student.outside()
+            self.states, calls = self._embedded(ids, {})
+            self.calls = [call.to(written.device) for call in calls]
+            original = self.states
+            if any(
+                target.kind != "head" for target in written.head_embeddings()
+            ):  # the quantized model starts from other embeddings
+                self.states = self._embedded(ids, self.outside)[0]
+            else:
+                self.states = [state.clone() for state in original]
+            self.targets = self._original(original)
+        self.adam = torch.optim.Adam(self.student.parameters(), lr=self.options.rate, betas=self.options.betas)
+
+    def run(self) -> BlockResult:
+        result = BlockResult()
+        done = 0
+        before: float | None = None
+        after: float | None = None  # not known where the pass broke off
+        try:
+            with gradients_in_order(self.written.device):
+                before = self._judge()
+                done = self._resume()
+                for step in range(done, self.steps):
+                    self._step(step)
+                    self._keep(done := step + 1)
+                self.listen("distil", self.steps, self.steps, "")
+                after = self._judge(rounded=True)
+        except _NotFinite as error:  # an hour's blocks stand behind this: they are worth keeping
+            result.notes.append(f"--distil: the divergence of step {error} is not finite; nothing was changed")
+        kept = before is not None and after is not None and after < before
+        size, window = self.batches[0].shape
+        result.distilled = {
+            "steps": done, "windows_learned": done * size, "tokens_learned": done * size * window,
+            "windows_kept_back": self.held * size,
+            "kl_before": before, "kl_after": after, "kept": kept,
+        }  # fmt: skip
+        if kept:
+            self.student.collect(result)
+        elif not result.notes:
+            result.notes.append(
+                f"--distil: the windows kept back have a divergence of {after:.4f} after it and {before:.4f} before;"
+                " nothing was changed"
+            )
+        return result
+
+    def _embedded(self, ids: Tensor, outside: dict[str, Tensor]) -> tuple[list[Tensor], list[BlockArguments]]:
+        """States in front of block 0, one tensor per step, and every block's arguments."""
+        written, tokens = self.written, self.batches[0].numel()
+        found = embed(written.model, written.blocks, written.weights, ids, written.device, None, tokens, outside)
+        return found.states, found.calls
+
+    def _original(self, found: list[Tensor]) -> list[Tensor]:
+        """Advance states in front of the original's first block to its final hidden states, block by block.
+
+        Head, final norm and embeddings are loaded afterwards, and stay.
+        """
+        written = self.written
+        for index in range(len(written.blocks)):
+            self.listen("original", index, len(written.blocks), "")
+            with loaded(written.weights, written.blocks, index, written.device) as block:
+                advance(block, found, self.calls[index])
+        self.listen("original", len(written.blocks), len(written.blocks), "")
+        outside = [name for name in written.weights.parameters if not name.startswith(f"{written.blocks.prefix}.")]
+        load_parameters(written.model, written.weights, outside, written.device)
+        for step, state in enumerate(found):
+            found[step] = forward_norm(
+                written.model, written.blocks, self.batches[step].to(written.device), state.to(written.device)
+            ).cpu()
+        return found
+
+    def _step(self, step: int) -> None:
+        """One step of Adam."""
+        for group in self.adam.param_groups:
+            group["lr"] = rate_at(step, self.steps, self.options)
+        crossed: list[Tensor] = []
+        hidden = self.states[step].to(self.written.device)
+        with torch.no_grad():  # the way back runs each block again
+            for index, call in enumerate(self.calls):
+                crossed.append(hidden)
+                hidden = self.student.forward(index, hidden, call)
+        loss, grad = self._tail(step, hidden)
+        self.listen("distil", step, self.steps, f"divergence {loss:.4f}")
+        for index in range(len(crossed) - 1, -1, -1):
+            hidden = crossed.pop().detach().requires_grad_(index > 0)
+            torch.autograd.backward(self.student.forward(index, hidden, self.calls[index]), grad)
+            grad = hidden.grad if index > 0 else grad  # type: ignore[assignment]
+        for p in (
+            self.student.parameters()
+        ):  # an expert that no token reached learns nothing, but has its place in the record
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        self.adam.step()
+        self.adam.zero_grad()
+        release_free_memory()  # what learns lies between what was freed: the heap would grow with every step
+
+    def _tail(self, step: int, hidden: Tensor) -> tuple[float, Tensor]:
+        """Divergence of one step's windows, and its gradient for the last block's output."""
+        written, ids = self.written, self.batches[step].to(self.written.device)
+        leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
+        with given(written.model, {name: norm.value() for name, norm in self.student.norms.items()}):
+            final = forward_norm(written.model, written.blocks, ids, leaf)
+        target = self.targets[step].to(written.device)
+        vocab = int(written.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+        loss, grad = divergence(
+            final.detach().flatten(0, 1), target.flatten(0, 1), self._head, self._original_head, vocab
+        )
+        if not math.isfinite(loss):
+            raise _NotFinite(step)
+        if leaf.requires_grad:
+            final.backward(grad.view_as(final))
+            assert leaf.grad is not None
+            return loss, leaf.grad
+        return loss, leaf
+
+    def _original_head(self, final: Tensor) -> Tensor:
+        logits: Tensor = head_only(self.written.model)(inputs_embeds=final[None], use_cache=False).logits[0]
+        return logits
+
+    def _head(self, final: Tensor) -> Tensor:
+        with given(self.written.model, self._quantized_head()):
+            return self._original_head(final)
+
+    def _quantized_head(self) -> dict[str, Tensor]:
+        """The head's weight as it was written, where that is quantized; the tied matrix under both of its names."""
+        tied = {name: self.outside[twin] for name, twin in self.written.weights.tied.items() if twin in self.outside}
+        return {**self.outside, **tied}
+
+    @torch.no_grad()
+    def _judge(self, rounded: bool = False) -> float:
+        """Divergence on the windows kept back. rounded: with scales and norms as they will be stored."""
+        exact = [p.clone() for p in self.student.parameters()] if rounded else []
+        if rounded:
+            self.student.round_()
+        total = 0.0
+        for step in range(self.steps, len(self.states)):
+            hidden = self.states[step].to(self.written.device)
+            for index, call in enumerate(self.calls):
+                hidden = self.student.forward(index, hidden, call)
+            total += self._tail(step, hidden)[0]
+        for p, value in zip(self.student.parameters(), exact, strict=False):
+            p.copy_(value)
+        return total / self.held
+
+    def _keep(self, done: int) -> None:
+        """What a resumed job goes on from, now and then. The states' file is free: the blocks are done."""
+        learned = self.student.parameters()
+        moments = [self.adam.state[p][name] for p in learned for name in MOMENTS]
+        self.store.keep(len(self.calls) + done, [t.detach().cpu().contiguous() for t in (*learned, *moments)])
+
+    def _resume(self) -> int:
+        """Steps that an earlier process did; what it learned is taken up."""
+        learned = self.student.parameters()
+        found = self.store.latest(len(self.calls) + self.steps) if self.resumed else None
+        if found is None or found[0] <= len(self.calls):
+            return 0
+        done = found[0] - len(self.calls)
+        values = iter(found[1])
+        with torch.no_grad():
+            for p in learned:
+                p.copy_(next(values))
+        for p in learned:
+            moments = {name: next(values).to(p.device) for name in MOMENTS}
+            self.adam.state[p] = {"step": torch.tensor(float(done)), **moments}
+        return done

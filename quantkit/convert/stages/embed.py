@@ -1,0 +1,78 @@
+"""Hidden states in front of the first block, and the arguments of every block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibrate.transfer import offload
+from quantkit.convert.plan.memory import batch_tokens
+from quantkit.core.precision import exact_products
+from quantkit.errors import UnsupportedModel
+from quantkit.model.skeleton import Blocks, Weights, before_blocks, widest_input
+from quantkit.model.stepper import BlockArguments, record, same_call
+
+SHORT = 8  # tokens that show who reads whose output
+
+
+@dataclass
+class HiddenStates:
+    """Hidden states in front of a block, and the arguments of every block.
+
+    states: batches, float32 [windows, tokens, hidden]. calls, short, single: by block, its arguments for a batch, for
+    ``SHORT`` tokens and for one window. original: the states that the original model has there, if they are wanted.
+    """
+
+    states: list[Tensor]
+    calls: list[BlockArguments]
+    short: list[BlockArguments]
+    single: list[BlockArguments]
+    original: list[Tensor] = field(default_factory=list)
+
+
+@exact_products()  # angles of rotary embeddings are products of positions: bf16 has no 1023
+def embed(
+    model: nn.Module, blocks: Blocks, weights: Weights, ids: Tensor, device: torch.device, stored: list[Tensor] | None,
+    tokens: int | None = None, replaced: Mapping[str, Tensor] | None = None,
+) -> HiddenStates:  # fmt: skip
+    """Hidden states in front of block 0, and the arguments of all blocks.
+
+    tokens: of a batch at most; ``batch_tokens`` if None. replaced: other values for some parameters, by name (quantized
+    embeddings). With ``stored`` states only the arguments are found out. Raises UnsupportedModel if the arguments
+    depend on the tokens.
+    """
+    names = before_blocks(weights, blocks)
+    for name in names:
+        if replaced and name in replaced:
+            owner, _, local = name.rpartition(".")
+            model.get_submodule(owner)._parameters[local] = nn.Parameter(replaced[name].cpu(), requires_grad=False)
+        else:
+            weights.load_parameter(name)
+    if tokens is None:
+        tokens = batch_tokens(widest_input(blocks), device.type == "cpu")
+    size = len(stored[0]) if stored else _batch_size(len(ids), max(1, tokens // ids.shape[1]))
+    states = [offload(state, device) for state in stored or []]
+    calls: list[BlockArguments] = []
+    for batch in torch.split(ids if stored is None else ids[:size], size):
+        recording = record(model, blocks, batch)
+        if stored is None:
+            states.append(offload(recording.hidden.clone(), device))
+        if not calls:
+            calls = recording.calls
+        elif not all(same_call(a, b) for a, b in zip(calls, recording.calls, strict=True)):
+            raise UnsupportedModel(
+                f"{weights.source.path}: the arguments of its blocks depend on the tokens, not only on their positions;"
+                " stepping it block by block is not supported."
+            )
+    short, single = (record(model, blocks, few).calls for few in (ids[:1, :SHORT], ids[:1]))
+    for name in names:
+        weights.release(name.rpartition(".")[0])
+    return HiddenStates(states, calls, short, single)
+
+
+def _batch_size(windows: int, wanted: int) -> int:
+    """The largest batch up to ``wanted`` that divides the windows: every batch then has the arguments of the first."""
+    return next(size for size in range(min(wanted, windows), 0, -1) if windows % size == 0)

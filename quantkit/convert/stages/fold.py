@@ -1,0 +1,237 @@
+"""The fold stage of the loop: scale a block's channels between observing and quantizing it.
+
+Factors come from AWQ's search, where that costs less error, or from SmoothQuant's formula. Nothing remains to be done
+at run time: factors end in the weights. A norm's weight is rounded to its stored dtype first, and the factor that the
+rounded weight stands for is what its consumers are multiplied by, so the written model is the one that was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.algorithms.awq import Consumer, search_factors, thin_stack
+from quantkit.algorithms.hqq import search_channel_factors
+from quantkit.algorithms.smooth import Reader, smooth_factors
+from quantkit.calibrate.stats import LARGEST_NORM
+from quantkit.convert.plan.targets import Target
+from quantkit.convert.results import BlockResult, InputGroup
+from quantkit.core.affine import SMALLEST_SCALE
+from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericsError
+from quantkit.model.folds import Fold, find_folds, scaled_parameters, shared_modules
+from quantkit.model.patterns import short_names
+from quantkit.model.skeleton import Weights
+from quantkit.model.stepper import BlockArguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folding:
+    """What the channels of every block of a conversion are scaled with.
+
+    method: decides how factors are found. targets: weights that will be quantized, by module name of the skeleton.
+    rewritten: parameters of the blocks that stay at 16 bit and may be scaled.
+    """
+
+    method: str
+    weights: Weights
+    targets: Mapping[str, Target]
+    rewritten: Sequence[str]
+
+    def stored_dtype(self, parameter: str) -> torch.dtype:
+        """The dtype that the source stores a parameter in."""
+        return self.weights.source.info(self.weights.stored(parameter)).dtype
+
+
+@torch.no_grad()
+def fold_block(
+    folding: Folding,
+    prefix: str,
+    block: nn.Module,
+    groups: Sequence[InputGroup],
+    hidden: Tensor,
+    call: BlockArguments,
+    result: BlockResult,
+) -> list[tuple[Fold, Tensor]]:
+    """Scale the channels of ``block`` (called ``prefix`` in the model): weights and Hessians change in place.
+
+    hidden, call: a few tokens to find the folds with. What is not quantized goes to ``result.parts`` in its stored
+    dtype (``Plan.rewritten``). Returns the folds that were scaled, with their factors (float32 [channels]).
+    """
+    done = []
+    search = find_folds(block, hidden, call, shared_modules(folding.weights.model, prefix))
+    kinds = dict.fromkeys(short_names(refusal.producer for refusal in search.refused), False)
+    result.folds[prefix] = {**kinds, **dict.fromkeys(short_names(fold.producer for fold in search.accepted), True)}
+    if not search.accepted:
+        reasons = "; ".join(f"{refusal.producer}: {refusal.reason}" for refusal in search.refused)
+        result.notes.append(f"{prefix}: no channels can be scaled ({reasons or 'nothing in it scales channels'})")
+    for fold in search.accepted:
+        stage = _Stage(folding, prefix, block, fold)
+        factors, trouble = _factors(stage, groups)
+        if not bool((factors == 1).all()):
+            trouble = stage.apply(factors, groups)
+            done.append((fold, factors if trouble is None else torch.ones_like(factors)))
+        if trouble is not None:
+            result.notes.append(f"{prefix}.{fold.producer}: {trouble}")
+    for name in folding.rewritten:
+        if name.startswith(f"{prefix}."):
+            parameter = block.get_parameter(name.removeprefix(f"{prefix}."))
+            result.parts[folding.weights.names[name]] = parameter.to(folding.stored_dtype(name)).cpu()
+    return done
+
+
+def missing_folds(found: Mapping[str, Mapping[str, bool]]) -> list[str]:
+    """Notes about blocks where something could not be scaled that can be in blocks of the same producers.
+
+    found: ``BlockResult.folds`` by block. Blocks without any fold have a note already.
+    """
+    usual: dict[frozenset[str], set[str]] = {}
+    for folds in found.values():
+        usual.setdefault(frozenset(folds), set()).update(kind for kind, scaled in folds.items() if scaled)
+    notes = []
+    for name, folds in found.items():
+        missing = sorted(kind for kind in usual[frozenset(folds)] if not folds[kind])
+        if missing and any(folds.values()):
+            notes.append(f"{name}: the channels of {', '.join(missing)} are not scaled, unlike in other blocks")
+    return notes
+
+
+def few_tokens(states: Sequence[Tensor], tokens: int) -> Tensor:
+    """Pick a few finite tokens [1, tokens, hidden] of the hidden states.
+
+    They are the beginning of the first window where all are finite, else the first that are. Folds are found by
+    comparing outputs: one NaN would refuse them all. With too few usable tokens the first are returned as they are; the
+    statistics refuse such states with the reason (``Hessian.result``).
+    """
+    for state in states:
+        usable = torch.linalg.vector_norm(state[:, :tokens].float(), dim=-1) < LARGEST_NORM
+        for window in usable.all(1).nonzero().flatten().tolist():
+            return state[window : window + 1, :tokens].clone()
+    rows: list[Tensor] = []
+    for state in states:
+        flat = state.flatten(0, 1)
+        rows += flat[torch.linalg.vector_norm(flat.float(), dim=-1) < LARGEST_NORM][: tokens - len(rows)]
+        if len(rows) == tokens:
+            return torch.stack(rows)[None]
+    return states[0][:1, :tokens].clone()
+
+
+def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str | None]:
+    """The method's factors for one fold, float32 [channels].
+
+    Ones if nothing that is quantized reads it, or with the reason why.
+    """
+    folding, fold = stage.folding, stage.fold
+    one = torch.ones(fold.channels, device=stage.weight.device)
+    if folding.method == "smooth":
+        readers = _readers(folding, stage.prefix, stage.block, fold, groups)
+        return stage.realise(smooth_factors(readers, fold.channels)) if readers else one, None
+    consumers = _consumers(folding, stage.prefix, stage.block, fold, groups)
+    if not consumers:
+        return one, None
+    if folding.method == "hqq":
+        try:
+            return search_channel_factors(consumers, fold.channels, stage.realise), None
+        except NumericsError as error:
+            return one, str(error)
+    found = search_factors(consumers, fold.channels, stage.realise)
+    return (found.values, None) if found.fallback is None else (one, found.fallback)
+
+
+def _readers(folding: Folding, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]) -> list[Reader]:
+    """What the fold's channels are read by: the linears that will be quantized."""
+    found = []
+    for group in groups:
+        for name in group.names:
+            if f"{prefix}.{name}" in folding.targets and name in fold.consumers and group.largest is not None:
+                weights = block.get_parameter(f"{name}.weight").abs().amax(0)
+                found.append(Reader(group.largest, weights, fold.consumers[name]))
+    return found
+
+
+def _consumers(
+    folding: Folding, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]
+) -> list[Consumer]:
+    """What the fold's loss is summed over.
+
+    The linears that will be quantized, stacked where input and scheme are one.
+    """
+    found = []
+    tokens = max((group.tokens for group in groups), default=0)
+    for group in groups:
+        by_scheme: dict[Scheme, list[str]] = {}
+        for name in group.names:
+            target = folding.targets.get(f"{prefix}.{name}")
+            if target is not None and name in fold.consumers and group.hessian is not None:
+                by_scheme.setdefault(target.scheme, []).append(name)
+        for scheme, names in by_scheme.items():
+            assert group.hessian is not None
+            weight, each = thin_stack([block.get_parameter(f"{name}.weight") for name in names])
+            share = max(group.tokens, 1) / max(tokens, 1)  # an expert that no token reached has its layer's statistics
+            found.append(Consumer(weight, group.hessian, fold.consumers[names[0]], scheme, share * each))
+    return found
+
+
+class _Stage:
+    """One fold of one block: what factors its producer can hold, and doing it."""
+
+    def __init__(self, folding: Folding, prefix: str, block: nn.Module, fold: Fold) -> None:
+        self.folding, self.prefix, self.block, self.fold = folding, prefix, block, fold
+        self.weight = block.get_parameter(f"{fold.producer}.weight")
+        self.largest = self._largest() if self.weight.dim() == 2 else None
+
+    def realise(self, factors: Tensor) -> Tensor:
+        """Return the nearest factors that stored weights can stand for.
+
+        Of a norm, what its rounded weight gives; of a linear to quantize, any that keeps the scales of its rows above
+        the smallest normal fp16.
+        """
+        if self.largest is not None:
+            return torch.minimum(factors, self.largest)
+        offset, dtype = self.fold.offset, self.folding.stored_dtype(f"{self.prefix}.{self.fold.producer}.weight")
+        multiplier = self.weight.float() + offset
+        rounded = (multiplier / factors - offset).to(dtype).float() + offset
+        real = multiplier / rounded
+        usable = torch.isfinite(real) & (real > 0) & (rounded.abs() >= torch.finfo(dtype).tiny)
+        return torch.where(usable & ((real / factors).log2().abs() < 1), real, torch.ones_like(real))
+
+    def _largest(self) -> Tensor:
+        """Per channel: beyond it the scale of some group of the row, a fifteenth of its range, would be raised."""
+        target = self.folding.targets.get(f"{self.prefix}.{self.fold.producer}")
+        if target is None:
+            return torch.full((self.fold.channels,), float("inf"), device=self.weight.device)
+        width = target.scheme.width(target.in_features)
+        rows = self.weight[self.fold.rows].float()
+        spans = torch.stack([part.amax(1) - part.amin(1) for part in rows.split(width, dim=1)], dim=1)
+        smallest = torch.where(spans > 0, spans, torch.inf).amin(1)
+        return (smallest / (target.scheme.levels - 1) / (4 * SMALLEST_SCALE)).clamp(min=1.0)
+
+    def apply(self, factors: Tensor, groups: Sequence[InputGroup]) -> str | None:
+        """Scale parameters and statistics; return None, or why nothing was done.
+
+        What stays in 16 bit is rounded to it; if that overflows nothing is done: every parameter is tried first, one at
+        a time, so that no second copy of the consumers is needed.
+        """
+        for name, value in scaled_parameters(self.block, self.fold, factors):
+            if not bool(torch.isfinite(self._as_stored(name, value)).all()):
+                return f"scaling makes {name} overflow its stored dtype; its channels are not scaled"
+        for name, value in scaled_parameters(self.block, self.fold, factors):
+            self.block.get_parameter(name).copy_(self._as_stored(name, value))
+        for group in groups:
+            inside = [name for name in group.names if name in self.fold.consumers]
+            if group.hessian is not None and inside:
+                assert inside == list(group.names)  # who reads one tensor is scaled together
+                columns = self.fold.columns(group.names[0], factors).double()
+                group.hessian.div_(columns[:, None]).div_(columns[None, :])
+                if group.cross is not None:
+                    group.cross.div_(columns[:, None]).div_(columns[None, :])
+                if group.largest is not None:
+                    group.largest.div_(columns)
+        return None
+
+    def _as_stored(self, name: str, value: Tensor) -> Tensor:
+        full = f"{self.prefix}.{name}"
+        return value.to(self.folding.stored_dtype(full)) if full in self.folding.rewritten else value

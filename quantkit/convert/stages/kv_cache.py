@@ -1,0 +1,82 @@
+"""Calibrating the KV cache: ranges of one layer after the other, then the bits of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from quantkit.algorithms.allocate import allocate
+from quantkit.algorithms.kv import KVObserver, LayerRanges, as_cached
+from quantkit.calibrate.cache_sensitivity import NEWEST, cache_sensitivity
+from quantkit.convert.options.kv_request import BUDGET_BITS, CacheRequest
+from quantkit.core.kvscheme import KVPlan, KVScheme
+from quantkit.errors import NumericsError
+from quantkit.model.stepper import BlockArguments
+
+
+def calibrate_layer(
+    request: CacheRequest,
+    name: str,
+    observer: KVObserver,
+    block: nn.Module,
+    states: Sequence[Tensor],
+    call: BlockArguments,
+    notes: list[str],
+) -> LayerRanges:
+    """One layer's ranges, and with a budget what each width costs (the block runs again, once per width and side)."""
+    try:
+        ranges = observer.ranges(request.candidates())
+    except NumericsError as error:
+        raise NumericsError(f"{name}: {error}") from error
+    if observer.dropped:
+        notes.append(
+            f"{name}: {observer.dropped} tokens with NaN or infinite keys or values are left out of the KV scales"
+        )
+    if request.budget is None:
+        return ranges
+    found: list[dict[int, float]] = []
+    for words in ("k{}v16", "k16v{}"):
+        schemes = [KVScheme.of(words.format(bits), request.scheme.scales) for bits in BUDGET_BITS]
+        scales = [None if scheme.scales == "online" else ranges.scales(scheme) for scheme in schemes]
+        trials = [
+            partial(as_cached, scheme=scheme, static=static, behind=NEWEST - 1)
+            for scheme, static in zip(schemes, scales, strict=True)
+        ]
+        found.append(dict(zip(BUDGET_BITS, cache_sensitivity(block, states, call, trials), strict=True)))
+    return LayerRanges(ranges.keys, ranges.values, *found)
+
+
+def decide_cache(request: CacheRequest, layers: Mapping[str, LayerRanges]) -> KVPlan:
+    """The plan that is stored; with a budget, the best one within it."""
+    if request.budget is None:
+        schemes = dict.fromkeys(layers, request.scheme)
+    else:
+        bits = allocate(
+            [side for one in layers.values() for side in (one.key_sensitivity, one.value_sensitivity)], request.budget
+        )
+        schemes = {
+            name: KVScheme.of(f"k{bits[2 * i]}v{bits[2 * i + 1]}", request.scheme.scales)
+            for i, name in enumerate(layers)
+        }
+    scheme = request.scheme if request.budget is None else most_common(list(schemes.values()))
+    return KVPlan(scheme, schemes, {name: one.scales(schemes[name]) for name, one in layers.items()})
+
+
+def most_common(schemes: Sequence[KVScheme]) -> KVScheme:
+    return max(schemes, key=lambda scheme: (schemes.count(scheme), scheme.keys + scheme.values))
+
+
+def engine_scales(plan: KVPlan, stored: Mapping[str, str]) -> dict[str, Tensor]:
+    """Name the scales of an fp8 cache as other engines read them: float32 ``[1]`` each, beside the projections.
+
+    stored: parameter name -> its name in the checkpoint.
+    """
+    found = {}
+    for name, scales in plan.static.items():
+        parameter = next(one for one in stored if one.startswith(f"{name}."))
+        place = stored[parameter].removesuffix(parameter.removeprefix(name))
+        found[f"{place}.k_scale"] = scales.k_scale.flatten()[:1].clone()
+        found[f"{place}.v_scale"] = scales.v_scale.flatten()[:1].clone()
+    return found

@@ -1,0 +1,60 @@
+"""The learning stage of the loop: all linears of a solved block together, against what the original block gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.algorithms.tune import Tuned, TuneOptions, tune
+from quantkit.calibrate.matmul_precision import model_runs
+from quantkit.convert.options.options import ConvertOptions
+from quantkit.core.qtensor import QuantTensor
+from quantkit.model.stepper import BlockArguments, forward_block, given, gradients_in_order
+
+SIGN_STEP_TOKENS = 2048  # that a step learns from: half as many steps of these beat twice as many of 1024
+
+
+@dataclass(frozen=True)
+class TuneInputs:
+    """What a block learns from: batches float32 ``[windows, tokens, hidden]``, on the host.
+
+    inputs: states in front of the block, behind the quantized blocks. targets: what the original model has behind it.
+    channels: float32 [hidden], importance of each channel of the block's output. call: its arguments for one window.
+    """
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    channels: Tensor
+    call: BlockArguments
+
+
+def tune_block(
+    options: ConvertOptions, block: nn.Module, start: Mapping[str, QuantTensor], learn_from: TuneInputs
+) -> Tuned:
+    """Learn codes and scales of the linears in ``start``: names inside the block, whose weights are unrounded."""
+
+    def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        with given(block, {f"{name}.weight": weight for name, weight in weights.items()}):
+            return forward_block(block, hidden, learn_from.call)
+
+    weights = {name: block.get_parameter(f"{name}.weight") for name in start}
+    windows = max(1, SIGN_STEP_TOKENS // learn_from.inputs[0].shape[1])
+    device = next(iter(weights.values())).device
+    with model_runs(device), gradients_in_order(device):
+        return tune(
+            forward,
+            weights,
+            start,
+            _windows(learn_from.inputs),
+            _windows(learn_from.targets),
+            TuneOptions(steps=options.tune_steps, windows=windows, seed=options.seed),
+            learn_from.channels.to(device),
+        )
+
+
+def _windows(states: Sequence[Tensor]) -> list[Tensor]:
+    """Each window ``[1, tokens, hidden]``, not copied."""
+    return [window for state in states for window in torch.split(state, 1)]

@@ -1,0 +1,1 @@
+"""What a quantized KV cache costs beside a 16-bit one over the same weights."""

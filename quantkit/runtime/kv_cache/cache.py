@@ -1,0 +1,86 @@
+"""The KV cache of a batch: a layer for each attention module (``paged_layer.py``), all in step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantkit.runtime.kv_cache.paged_layer import LayerSpec, PagedLayer
+from quantkit.runtime.kv_cache.sequences import Parked, check_truncate, fork, park, truncate, unpark
+
+
+class KVCache:
+    """The layers of one batch."""
+
+    def __init__(self, specs: Sequence[LayerSpec], capacity: int = 0) -> None:
+        self.layers = [PagedLayer(spec, capacity) for spec in specs]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, in every layer."""
+        return self.layers[-1].lengths
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.layers[-1].length
+
+    def expect(self, counts: Sequence[int] | None, tokens: int) -> list[int]:
+        """Announce a step of ``tokens`` tokens; returns the lengths after it.
+
+        counts: sequence b has the last ``counts[b]`` of them; None: all. Only after the first step if ``counts`` is
+        None.
+        """
+        for layer in self.layers:
+            layer.expect(counts, tokens)
+        given = [tokens] * self.batch if counts is None else list(counts)
+        return [n + count for n, count in zip(self.lengths or [0] * len(given), given, strict=True)]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any layer packs its pages."""
+        return any(layer.spec.packing is not None for layer in self.layers)
+
+    @property
+    def batch(self) -> int:
+        return self.layers[-1].batch
+
+    def select(self, sequences: Sequence[int]) -> None:
+        """Keep these sequences only."""
+        for layer in self.layers:
+            layer.select(sequences)
+
+    def fork(self, sequences: Sequence[int]) -> KVCache:
+        """A cache whose sequences begin as these do, sharing their pages: one prefix, many continuations."""
+        other = KVCache([])
+        other.layers = [fork(layer, sequences) for layer in self.layers]
+        return other
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Take back the newest tokens (see ``sequences.truncate``). Where a layer refuses, none has changed."""
+        for layer in self.layers:
+            check_truncate(layer, lengths)
+        for layer in self.layers:
+            truncate(layer, lengths)
+
+    def park(self, b: int) -> list[Parked]:
+        """Move one sequence to host memory: its pages are free, and it leaves the batch."""
+        parked = [park(layer, b) for layer in self.layers]
+        self.select([i for i in range(self.batch) if i != b])
+        return parked
+
+    def unpark(self, parked: Sequence[Parked]) -> None:
+        """Bring a parked sequence back, at the end of the batch."""
+        for layer, one in zip(self.layers, parked, strict=True):
+            unpark(layer, one)
+
+    def nbytes(self) -> int:
+        """Bytes of the pages in use."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+    def sequence_bytes(self, length: int) -> int:
+        """Bytes that one sequence of that length needs, by the formula."""
+        return sum(layer.sequence_bytes(length) for layer in self.layers)
+
+    def reserved_bytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(layer.reserved_bytes() for layer in self.layers)

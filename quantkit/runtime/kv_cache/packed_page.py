@@ -1,0 +1,107 @@
+"""Packed pages of one layer: the fields of a page, encoding and decoding (``core/kvpages.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.core import kvpages as numbers
+from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme, LayerScales, row_bytes
+from quantkit.errors import CheckpointError, RequestError
+from quantkit.runtime.kv_cache.page_pool import Fields
+
+
+@dataclass(frozen=True)
+class Packing:
+    """scheme: of the layer. static: its calibrated scales, on the device of the cache. dtype: what 16 bit means here.
+
+    Fields of a page::
+
+        keys          uint8    [kv_heads, 64, row]            (dtype, [kv_heads, 64, head_dim] at 16 bits)
+        key_scales    float16  [kv_heads, 2, head_dim]        online scales only: scale, low
+        values        uint8    [kv_heads, 64, row]
+        value_scales  float16  [kv_heads, 64, groups, 2]      online scales only: scale, low
+    """
+
+    scheme: KVScheme
+    dtype: torch.dtype
+    static: LayerScales | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheme.scales != "online" and self.static is None:
+            raise RequestError(
+                f"kv_scales={self.scheme.scales}: this layer has no calibrated scales. Convert with --kv-bits"
+                f" {self.scheme.label}, or use online scales."
+            )
+
+    def fields(self, kv_heads: int, key_dim: int, value_dim: int) -> Fields:
+        """Shape and dtype of each field of a page, by name.
+
+        Raises CheckpointError where the static scales are for keys and values of another shape.
+        """
+        if self.static is not None and self.static.k_scale.shape != (kv_heads, key_dim):
+            raise CheckpointError(
+                f"the stored KV scales are for {list(self.static.k_scale.shape)} heads and channels, this model caches"
+                f" {[kv_heads, key_dim]}. Convert again with --kv-bits."
+            )
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, bits, dim in (("keys", self.scheme.keys, key_dim), ("values", self.scheme.values, value_dim)):
+            if bits == 16:
+                found[name] = ((kv_heads, PAGE_TOKENS, dim), self.dtype)
+            else:
+                found[name] = ((kv_heads, PAGE_TOKENS, row_bytes(dim, bits, self.dtype)), torch.uint8)
+        if self.scheme.scales == "online":
+            if self.scheme.keys < 16:
+                found["key_scales"] = ((kv_heads, 2, key_dim), torch.float16)
+            if self.scheme.values < 16:
+                found["value_scales"] = ((kv_heads, PAGE_TOKENS, self.scheme.groups(value_dim), 2), torch.float16)
+        return found
+
+    def encode(self, k: Tensor, v: Tensor, skip: int) -> dict[str, Tensor]:
+        """Encode whole pages ``[pages, kv_heads, 64, head_dim]`` into fields.
+
+        skip: tokens at the front of each page that do not count for the range of keys.
+        """
+        scheme, found = self.scheme, {"keys": k, "values": v}
+        if scheme.scales == "fp8" and self.static is not None:
+            found["keys"] = numbers.encode_fp8(k, self.static.k_scale)
+            found["values"] = numbers.encode_fp8(v, self.static.v_scale)
+        elif scheme.scales == "static" and self.static is not None:
+            s = self.static
+            if scheme.keys < 16:
+                found["keys"] = numbers.encode_static(k, s.k_scale, s.k_low, scheme.keys)
+            if scheme.values < 16:
+                found["values"] = numbers.encode_static(numbers.rotate(v), s.v_scale, s.v_low, scheme.values)
+        else:
+            if scheme.keys < 16:
+                found["keys"], found["key_scales"] = numbers.encode_keys(k, scheme.keys, skip)
+            if scheme.values < 16:
+                groups = scheme.groups(v.shape[-1])
+                found["values"], found["value_scales"] = numbers.encode_values(v, scheme.values, groups)
+        return found
+
+    def decode(self, stored: Mapping[str, Tensor], head_dim: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Decode fields ``[..., kv_heads, 64, ...]`` into keys and values ``[..., kv_heads, 64, head_dim]``.
+
+        The result has the run-time dtype.
+        """
+        scheme, keys, values = self.scheme, stored["keys"], stored["values"]
+        if scheme.scales == "fp8" and self.static is not None:
+            keys = numbers.decode_fp8(keys, self.static.k_scale)
+            values = numbers.decode_fp8(values, self.static.v_scale)
+        elif scheme.scales == "static" and self.static is not None:
+            s = self.static
+            if scheme.keys < 16:
+                keys = numbers.decode_static(keys, s.k_scale, s.k_low, scheme.keys)
+            if scheme.values < 16:
+                values = numbers.rotate(numbers.decode_static(values, s.v_scale, s.v_low, scheme.values))
+        else:
+            if scheme.keys < 16:
+                keys = numbers.decode_keys(keys, stored["key_scales"], scheme.keys)
+            if scheme.values < 16:
+                rotated = numbers.decode_values(values, stored["value_scales"], scheme.values, head_dim[1])
+                values = numbers.rotate(rotated)
+        return keys.to(self.dtype), values.to(self.dtype)

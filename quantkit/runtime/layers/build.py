@@ -1,0 +1,230 @@
+"""Fill a model skeleton from a checkpoint: packed linears and embeddings, and float parameters, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoint.source import Source, TensorInfo
+from quantkit.core.activations import round_input
+from quantkit.core.host import release_free_memory
+from quantkit.core.qtensor import BlockTensor, QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError, SourceError
+from quantkit.formats.reader import QuantizedReader
+from quantkit.model.naming import Naming
+from quantkit.model.skeleton import Weights, tied_parameters
+from quantkit.runtime.layers.embedding import QuantEmbedding
+from quantkit.runtime.layers.linear import QuantLinear, pack
+
+# Unpacking leaves holes in the heap: 350 MB for SmolLM2-135M if nothing is done. Trimmed after this many weights.
+TRIM_WEIGHTS = 1 << 24
+
+
+def fill(
+    module: nn.Module,
+    source: Source,
+    reader: QuantizedReader,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    dequantize: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """Give every parameter of a skeleton its stored value, one tensor in memory at a time.
+
+    Tied weights stay one tensor. Raises SourceError naming what is missing or left over, CheckpointError for a
+    quantized module that does not fit.
+    """
+    places = place_modules(module, reader, str(source.path))
+    shared = {} if dequantize else tied_heads(module, source, places)
+    if not dequantize:
+        for name in [*places.values(), *shared.values()]:  # before Weights looks for names: they have no dense weight
+            module.get_submodule(name)._parameters.pop("weight")
+    weights = Weights(module, _Plain(source, reader, places, module, dequantize), dtype)
+    if dequantize:
+        _round_inputs(module, reader, places)
+    else:
+        load_packed(module, source, reader, places, shared, device, dtype, kernel)
+    _load_dense(module, weights, {f"{name}.weight" for name in places.values()}, device)
+    for name, buffer in list(module.named_buffers()):
+        owner, _, local = name.rpartition(".")
+        module.get_submodule(owner)._buffers[local] = buffer.to(device)
+    left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+    if left:
+        raise SourceError(
+            f"{source.path}: {len(left)} tensors got no value, first {left[0]!r}. The checkpoint is incomplete."
+        )
+
+
+def load_packed(
+    module: Any, source: Source, reader: QuantizedReader, places: dict[str, str], shared: dict[str, str],
+    device: torch.device, dtype: torch.dtype, kernel: str | None,
+) -> None:  # fmt: skip
+    """Pack every quantized module for the device. shared: packed embedding -> the head that reads it too."""
+    unpacked = 0
+    for stored, name in places.items():
+        owner: Any = module.get_submodule(name)
+        packed = pack(read_module(source, reader, stored, _shape(owner)), device=device, kernel=kernel)
+        if isinstance(owner, nn.Embedding):
+            _replace(module, name, QuantEmbedding(packed, owner, dtype))
+        else:
+            _replace(module, name, QuantLinear(packed, owner.bias, kernel))
+        if name in shared:
+            head: Any = module.get_submodule(shared[name])
+            _replace(module, shared[name], QuantLinear(packed, head.bias, kernel))
+        unpacked += packed.in_features * packed.out_features
+        if unpacked >= TRIM_WEIGHTS:
+            release_free_memory()
+            unpacked = 0
+
+
+def read_module(
+    source: Source, reader: QuantizedReader, name: str, shape: tuple[int, int]
+) -> QuantTensor | BlockTensor:
+    """One quantized weight. Raises CheckpointError if its shape is not the model's."""
+    value = reader.module(name)
+    if tuple(value.shape) != shape:
+        raise CheckpointError(
+            f"{source.path}: {name} holds a weight of {list(value.shape)}; config.json implies {list(shape)}. "
+            "The weights and the config belong to different models."
+        )
+    return value
+
+
+def tied_heads(module: Any, source: Source, places: dict[str, str]) -> dict[str, str]:
+    """Packed embedding -> the head that is tied to it, where the file stores no matrix for the head."""
+    taken = {*places.values(), *(name.removesuffix(".weight") for name in source.names())}
+    tied = {
+        first.removesuffix(".weight"): twin.removesuffix(".weight") for twin, first in tied_parameters(module).items()
+    }
+    return {name: tied[name] for name in places.values() if name in tied and tied[name] not in taken}
+
+
+def _shape(owner: Any) -> tuple[int, int]:
+    """``(out_features, in_features)`` of a linear, ``(num_embeddings, embedding_dim)`` of an embedding."""
+    if isinstance(owner, nn.Embedding):
+        return owner.num_embeddings, owner.embedding_dim
+    return owner.out_features, owner.in_features
+
+
+def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device: torch.device) -> None:
+    """Parameters that are not packed. Those that are tied share one tensor, also if the file stores both.
+
+    separate: parameters that were quantized apart from their twin (a quantized head), and so are not tied any more.
+    """
+    load_parameters(module, weights, weights.names, device, separate)
+
+
+def load_parameters(
+    module: nn.Module, weights: Weights, names: Iterable[str], device: torch.device, separate: Collection[str] = ()
+) -> None:
+    """Give these parameters their values; those that are tied, and equal in the file, share one tensor."""
+    shared: dict[str, nn.Parameter] = {}
+    for name in names:
+        twin = weights.tied.get(name)
+        first = name
+        if twin in weights.names and name not in separate and _equal(weights, name, str(twin)):
+            first = str(twin)
+        if first not in shared:
+            shared[first] = nn.Parameter(weights.read(first).to(device), requires_grad=False)
+        owner, _, local = name.rpartition(".")
+        module.get_submodule(owner)._parameters[local] = shared[first]
+
+
+def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tuple[Weights, set[str]]:
+    """Every parameter of a skeleton as float weights, and the names of those that are stored quantized.
+
+    Read (and dequantized) one at a time, whatever the format. Raises SourceError and CheckpointError as ``fill`` does.
+    """
+    reader = QuantizedReader(source)
+    places = place_modules(module, reader, str(source.path))
+    _round_inputs(module, reader, places)
+    return Weights(module, _Plain(source, reader, places, module, True), dtype), {
+        f"{name}.weight" for name in places.values()
+    }
+
+
+def _round_inputs(module: nn.Module, reader: QuantizedReader, places: dict[str, str]) -> None:
+    """Give every float linear whose activations are quantized what its packed twin computes with."""
+    for stored, name in places.items():
+        scheme = reader.scheme(stored)
+        if isinstance(scheme, Scheme) and scheme.activations is not None:
+            module.get_submodule(name).register_forward_pre_hook(round_input)
+
+
+def _equal(weights: Weights, name: str, twin: str) -> bool:
+    """Whether a tied parameter really is its twin. A file may store both, and differ: transformers then unties them."""
+    own, other = weights.stored(name), weights.stored(twin)
+    return own == other or torch.equal(weights.source.read(own), weights.source.read(other))
+
+
+def place_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:
+    """Quantized module of the file -> the module of the model that it belongs to.
+
+    Call it while each module still has its weight. Raises CheckpointError if the model has no linear layer or embedding
+    for one.
+    """
+    naming = Naming(module)
+    places: dict[str, str] = {}
+    for stored in reader.modules:
+        name = naming.module(stored)
+        if name is None or not isinstance(module.get_submodule(name), (nn.Linear, nn.Embedding)):
+            raise CheckpointError(
+                f"{where}: holds a quantized weight for {stored!r}, but the model has no linear layer of that name."
+            )
+        places[stored] = name
+    return places
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
+    owner, _, local = name.rpartition(".")
+    setattr(module.get_submodule(owner), local, layer)
+
+
+class _Plain:
+    """A source without the packed tensors of its quantized modules, which are offered as float weights if ``dense``.
+
+    Old gptq files hold a bias of zeros for layers that have none (AutoGPTQ wrote one for every layer): left out.
+    """
+
+    def __init__(
+        self, source: Source, reader: QuantizedReader, places: dict[str, str], module: Any, dense: bool
+    ) -> None:
+        self.source, self.reader = source, reader
+        self.path, self.config = source.path, source.config
+        owners = {stored: module.get_submodule(name) for stored, name in places.items()}
+        biases = {f"{stored}.bias" for stored, owner in owners.items() if getattr(owner, "bias", None) is None}
+        self._plain = [name for name in reader.plain_names() if name not in biases or bool(source.read(name).any())]
+        self._dense: dict[str, tuple[int, int]] = {}
+        if dense:
+            self._dense = {f"{stored}.weight": _shape(owner) for stored, owner in owners.items()}
+
+    def names(self) -> list[str]:
+        return [*self._plain, *self._dense]
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(torch.float32, self._dense[name]) if name in self._dense else self.source.info(name)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self._dense:
+            return self.source.read(name)
+        return read_module(self.source, self.reader, name.removesuffix(".weight"), self._dense[name]).dequantize()
+
+    def read_entry(self, name: str, index: int) -> Tensor:
+        return self.source.read_entry(name, index)
+
+    def kinds(self) -> list[str]:
+        return self.source.kinds()
+
+    def file_bytes(self) -> int:
+        return self.source.file_bytes()
+
+    def digest(self) -> str:
+        return self.source.digest()
+
+    def quantization(self) -> dict[str, Any] | None:
+        return None

@@ -1,0 +1,71 @@
+"""The head at run time: the largest matrix of a small model, read whole for every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.core import affine
+from quantkit.core.qtensor import QuantTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RequestError
+from quantkit.runtime.kernels.cpu_layouts import HalfWeight
+from quantkit.runtime.kernels.numba import threads
+from quantkit.runtime.kernels.reference import PackedWeight
+from quantkit.runtime.layers.embedding import QuantEmbedding
+from quantkit.runtime.layers.linear import QuantLinear, pack
+
+GROUPS = (64, 32)  # of a rounded head: small groups cost little where there is one such matrix
+
+
+def check_head_bits(bits: int, dequantize: bool) -> None:
+    """Raises RequestError for a number of bits that has no kernel, and where weights are held as floats anyway."""
+    if bits not in (4, 8):
+        raise RequestError(f"head_bits={bits}: expected 8 or 4.")
+    if dequantize:
+        raise RequestError("head_bits rounds the head of a packed model; dequantize holds floats. Leave one out.")
+
+
+def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dtype, kernel: str | None) -> None:
+    """Round a dense head to asymmetric groups of 64 (or 32) by their extremes.
+
+    A tied embedding reads the same rounded matrix. Raises RequestError for a head that is quantized already, or
+    missing.
+    """
+    head = module.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        what = "is quantized in the checkpoint already" if isinstance(head, QuantLinear) else "is no linear layer"
+        raise RequestError(f"head_bits={bits}: the head of this model {what}. Leave the option out.")
+    weight = head.weight.detach().float().cpu()
+    group = next((size for size in GROUPS if weight.shape[1] % size == 0), None)
+    scheme = Scheme(bits, group, False)
+    scales, zeros = affine.minmax_params(weight, scheme)
+    q = QuantTensor(affine.quantize(weight, scales, zeros, scheme), scales, zeros, scheme)
+    _replace(module, head, pack(q, device=device, kernel=kernel), dtype, kernel)
+
+
+def compact_head(module: Any, dtype: torch.dtype, kernel: str | None = None) -> None:
+    """Hold a float32 head in the 16 bits it came from, where that is exact and a kernel reads it (extra ``[cpu]``)."""
+    head = module.get_output_embeddings()
+    if dtype != torch.float32 or not threads.available() or type(head) is not nn.Linear:
+        return
+    stored = HalfWeight.dtype_of(head.weight)
+    if stored is not None:
+        _replace(module, head, HalfWeight(head.weight.detach().to(stored)), dtype, kernel)
+
+
+def _replace(module: Any, head: nn.Linear, packed: PackedWeight, dtype: torch.dtype, kernel: str | None) -> None:
+    embedding = module.get_input_embeddings()
+    tied = isinstance(embedding, nn.Embedding) and embedding.weight.data_ptr() == head.weight.data_ptr()
+    for name, owner in list(module.named_modules()):
+        if owner is head:
+            _set(module, name, QuantLinear(packed, head.bias, kernel))
+        elif owner is embedding and tied:
+            _set(module, name, QuantEmbedding(packed, embedding, dtype))
+
+
+def _set(module: Any, name: str, layer: nn.Module) -> None:
+    owner, _, local = name.rpartition(".")
+    setattr(module.get_submodule(owner), local, layer)
