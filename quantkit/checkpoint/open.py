@@ -8,6 +8,7 @@ from pathlib import Path
 from quantkit.checkpoint.fetch import fetch, is_named, models
 from quantkit.checkpoint.gguf_source import GGUFSource
 from quantkit.checkpoint.hub import download, is_hub_id
+from quantkit.checkpoint.links import refuse_links_out
 from quantkit.checkpoint.source import FolderSource, Source
 from quantkit.errors import MissingExtra, RequestError, SourceError
 
@@ -48,6 +49,7 @@ def open_source(ref: str | Path | Source) -> Source:
     if (path / "config.json").exists() and (not ggufs or any(path.glob("*.safetensors"))):
         return FolderSource(path)  # GGUF repositories often carry a config.json, but no safetensors
     if len(ggufs) == 1:
+        refuse_links_out(path)
         return GGUFSource(ggufs[0])
     if len(ggufs) > 1:
         raise RequestError(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.links import refuse_link_out, refuse_links_out
 from quantkit.errors import NumericsError, SourceError
 
 DTYPES = {
@@ -85,14 +86,16 @@ class FolderSource:
     def __init__(self, path: Path) -> None:
         """Read config.json and the shards' headers.
 
-        Raises SourceError for anything missing, truncated or inconsistent.
+        Raises SourceError for anything missing, truncated or inconsistent, and for a link that leads out of the folder.
         """
         self.path = path
+        refuse_links_out(path)
         self.config: dict[str, Any] = read_json(path / "config.json")
         self._files = _tensor_files(path)
         self._infos: dict[str, TensorInfo] = {}
         self._begins: dict[str, int] = {}  # where a tensor's bytes begin in its file
         for file in dict.fromkeys(self._files.values()):
+            refuse_link_out(path, file)
             self._infos.update(_header(path / file))
             self._begins.update(_begins(path / file))
         missing = [name for name in self._files if name not in self._infos]

@@ -17,6 +17,7 @@ from quantkit.checkpoint.fetch import fetch, is_named
 from quantkit.checkpoint.gguf_header import read_header
 from quantkit.checkpoint.gguf_tokenizer import rebuild
 from quantkit.checkpoint.hub import download, is_hub_id
+from quantkit.checkpoint.links import TEMPLATES, refuse_links_out
 from quantkit.checkpoint.names import TOKENIZER_FILES, VOCABULARY_FILES
 from quantkit.checkpoint.source import Source, read_json
 from quantkit.errors import RequestError, SourceError
@@ -78,14 +79,12 @@ def write_tokenizer(source: Source, out_dir: Path) -> list[str]:
         for name in [*TOKENIZER_FILES, *(p.name for p in path.glob("*.tiktoken"))]:
             if (path / name).is_file():
                 shutil.copyfile(path / name, out_dir / name)
-        if (path / "additional_chat_templates").is_dir():
-            shutil.copytree(
-                path / "additional_chat_templates", out_dir / "additional_chat_templates", dirs_exist_ok=True
-            )
+        if (path / TEMPLATES).is_dir():
+            shutil.copytree(path / TEMPLATES, out_dir / TEMPLATES, dirs_exist_ok=True)
         if not (out_dir / "tokenizer.json").exists():  # engines read this one; older folders hold only its ingredients
             load_tokenizer(source).save_pretrained(out_dir)
     repair_config(out_dir)
-    present = [*TOKENIZER_FILES, *(p.name for p in out_dir.glob("*.tiktoken")), "additional_chat_templates"]
+    present = [*TOKENIZER_FILES, *(p.name for p in out_dir.glob("*.tiktoken")), TEMPLATES]
     return [name for name in present if (out_dir / name).exists()]
 
 
@@ -149,6 +148,8 @@ def _locate(ref: str | Path | Source) -> Path:
         raise RequestError(f"{ref}: no such folder or file, and no model of that name is known.")
     if path.is_file() and path.suffix != ".gguf":
         raise SourceError(f"{path}: no tokenizer can be read from this file. Give the model's folder or a .gguf file.")
+    if path.is_dir():
+        refuse_links_out(path)
     ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
     if ggufs and not any((path / name).exists() for name in VOCABULARY_FILES):
         if len(ggufs) > 1:

@@ -6,6 +6,7 @@ import fnmatch
 import hashlib
 from pathlib import Path
 
+from quantkit.checkpoint.links import TEMPLATES
 from quantkit.checkpoint.names import TOKENIZER_FILES
 from quantkit.checkpoint.source import Source
 
@@ -43,7 +44,7 @@ def carried(source: Source) -> tuple[list[Path], list[str]]:
 
 
 def _is_tokenizer(name: str) -> bool:
-    return name in TOKENIZER_FILES or name.endswith(".tiktoken") or name == "additional_chat_templates"
+    return name in TOKENIZER_FILES or name.endswith(".tiktoken") or name == TEMPLATES
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
