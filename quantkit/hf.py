@@ -30,7 +30,7 @@ from quantkit.errors import RequestError, UnsupportedModel
 from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.native import Native
 from quantkit.formats.reader import QuantizedReader
-from quantkit.runtime.layers.build import load_packed, place_modules, tied_heads
+from quantkit.runtime.layers.build import find_modules, load_packed, tied_heads
 from quantkit.runtime.layers.fused import fuse_linears
 
 METHOD = "quantkit"
@@ -67,10 +67,10 @@ class QuantkitQuantizer(HfQuantizer):
         folder = Path(checkpoint_files[0]).parent
         source = open_source(folder)
         reader = QuantizedReader(source)
-        self.places = _places(model, source, reader)
+        self.module_names = _module_names(model, source, reader)
         self.source, self.reader = source, reader
-        self.shared = tied_heads(model, source, self.places)
-        away = {f"{name}.weight" for name in [*self.places.values(), *self.shared.values()]}
+        self.shared = tied_heads(model, source, self.module_names)
+        away = {f"{name}.weight" for name in [*self.module_names.values(), *self.shared.values()]}
         for name in away:
             layer = model.get_submodule(name.removesuffix(".weight"))
             layer._parameters.pop("weight")
@@ -78,7 +78,7 @@ class QuantkitQuantizer(HfQuantizer):
         model.all_tied_weights_keys = {
             twin: first for twin, first in model.all_tied_weights_keys.items() if not {twin, first} & away
         }
-        packed = {f"{stored}.{part}" for stored in self.places for part in reader.modules[stored]}
+        packed = {f"{stored}.{part}" for stored in self.module_names for part in reader.modules[stored]}
         model._keys_to_ignore_on_load_unexpected |= {rf"^{name.replace('.', chr(92) + '.')}$" for name in packed}
 
     def _process_model_after_weight_loading(self, model: Any, **given: Any) -> Any:
@@ -90,7 +90,7 @@ class QuantkitQuantizer(HfQuantizer):
                 f'{self.source.path}: a native model runs on one device, not on {shown}. Use device_map={{"": 0}}.'
             )
         (device,) = devices
-        load_packed(model, self.source, self.reader, self.places, self.shared, device, model.dtype, None)
+        load_packed(model, self.source, self.reader, self.module_names, self.shared, device, model.dtype, None)
         if device.type == "cuda":
             fuse_linears(model, device)
         if self.source.path.is_dir() and read_kv_plan(self.source.path) is not None:
@@ -108,7 +108,7 @@ class QuantkitQuantizer(HfQuantizer):
         return False
 
 
-def _places(model: Any, source: Source, reader: QuantizedReader) -> dict[str, str]:
+def _module_names(model: Any, source: Source, reader: QuantizedReader) -> dict[str, str]:
     """Find the module of each packed weight: stored name -> module name.
 
     Raises UnsupportedModel for experts that transformers holds as one tensor.
@@ -123,7 +123,7 @@ def _places(model: Any, source: Source, reader: QuantizedReader) -> dict[str, st
             f"{source.path}: {stacked[0]} holds its experts as one tensor in transformers, and packed one by one in the"
             " file. Use quantkit.load."
         )
-    return place_modules(model, reader, str(source.path))
+    return find_modules(model, reader, str(source.path))
 
 
 def _name_files(config: Any) -> Any:

@@ -21,7 +21,7 @@ ALPHA = 0.5
 
 
 @dataclass(frozen=True)
-class Reader:
+class FoldReader:
     """A weight that reads a fold.
 
     inputs: largest |x| per column, float ``[in]``.
@@ -34,7 +34,7 @@ class Reader:
     channels: Tensor
 
 
-def smooth_factors(readers: Sequence[Reader], channels: int, alpha: float = ALPHA) -> Tensor:
+def smooth_factors(readers: Sequence[FoldReader], channels: int, alpha: float = ALPHA) -> Tensor:
     """Compute equation 4 over everything that reads the fold: float32 ``[channels]``, geometric mean 1.
 
     A factor common to all channels changes neither rounding (both scales absorb it), so the mean is taken out: norms

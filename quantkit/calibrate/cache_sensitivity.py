@@ -17,13 +17,13 @@ NEWEST = PAGE_TOKENS  # queries per window that are compared: the cache has the 
 MOST_TOKENS = 8192  # of calibration text that are looked at
 
 
-Rounding = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values, as a cache gives them back
+CacheRounding = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values, as a cache gives them back
 
 
 class _RoundingCache:
     """Stands in for the KV cache: gives keys and values back rounded."""
 
-    def __init__(self, rounding: Rounding) -> None:
+    def __init__(self, rounding: CacheRounding) -> None:
         self.rounding = rounding
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ class _RoundingCache:
 
 @torch.no_grad()
 def cache_sensitivity(
-    block: nn.Module, states: Sequence[Tensor], call: BlockArguments, roundings: Sequence[Rounding]
+    block: nn.Module, states: Sequence[Tensor], call: BlockArguments, roundings: Sequence[CacheRounding]
 ) -> list[float]:
     """Measure the relative squared change of the block's output, for each rounding, over the newest tokens of windows.
 

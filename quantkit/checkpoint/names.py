@@ -1,6 +1,6 @@
 """Names in a checkpoint: the files of a tokenizer, and stored tensors <-> the parameters of a model.
 
-Where the two differ, ``places`` (from the model's side) says which parameters a stored tensor holds. Handled here: a
+Where the two differ, ``parts_of`` (from the model's side) says which parameters a stored tensor holds. Handled here: a
 tied head is not stored, and old files carry buffers that are computed now. Anything else is refused by name.
 """
 
@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterPart:
     """A parameter that a stored tensor holds.
 
     index: as that entry of the tensor's first dimension; None: the whole tensor.
@@ -46,21 +46,21 @@ def match_names(
     parameters: Iterable[str],
     stored: Iterable[str],
     tied: Mapping[str, str],
-    places: Callable[[str], Sequence[Place]],
+    parts_of: Callable[[str], Sequence[ParameterPart]],
     where: str,
 ) -> dict[str, TensorRef]:
     """Find where each parameter is stored: parameter name -> tensor.
 
-    places: the parameters that a stored tensor can hold, by the tensor's name. tied: parameter -> its twin, whose
+    parts_of: the parameters that a stored tensor can hold, by the tensor's name. tied: parameter -> its twin, whose
     tensor is taken where the parameter is not stored itself.
 
-    Raises SourceError naming what the source lacks, UnsupportedModel naming tensors that the model has no place for.
+    Raises SourceError naming what the source lacks, UnsupportedModel naming tensors that the model has no part for.
     """
     found: dict[str, TensorRef] = {}
     extra: list[str] = []
     for name in stored:
-        fresh = [place for place in places(name) if place.parameter not in found]
-        found.update({place.parameter: TensorRef(name, place.index) for place in fresh})
+        fresh = [part for part in parts_of(name) if part.parameter not in found]
+        found.update({part.parameter: TensorRef(name, part.index) for part in fresh})
         if not fresh and not name.endswith(COMPUTED):
             extra.append(name)
     wanted = list(parameters)

@@ -125,8 +125,9 @@ WINDOWS, TOKENS = 8, 512  # of calibration text that sensitivity is measured on
 class Unit:
     """Weights that get one scheme: fused linears (q/k/v, gate/up), or head or embeddings.
 
-    members: module names of the skeleton. kind: "linear", or one of ``targets.OUTSIDE``. options: schemes it may get,
-    None for 16 bit.
+    members: module names of the skeleton.
+    kind: "linear", or one of ``targets.HEAD_EMBEDDINGS``.
+    options: schemes it may get, None for 16 bit.
     """
 
     members: tuple[str, ...]

@@ -34,7 +34,7 @@ from quantkit.convert.stages.check_finite import refuse_non_finite
 from quantkit.convert.stages.decide import Decisions, decide, importance_of_tokens
 from quantkit.convert.stages.device import peak_device_bytes, working_on
 from quantkit.convert.stages.embed import SHORT, HiddenStates, embed
-from quantkit.convert.stages.fold import Folding, few_tokens, fold_block, missing_folds
+from quantkit.convert.stages.fold import Folding, fold_block, missing_folds, take_tokens
 from quantkit.convert.stages.head_embeddings import quantize_head_or_embedding
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
 from quantkit.convert.stages.loaded_block import loaded
@@ -128,7 +128,7 @@ def _observe(
     """Observe what the linears of a loaded block read, scale its channels, and find the ranges of its KV cache."""
     o, name, block = plan.options, plan.blocks.name(index), plan.blocks.modules[index]
     call, short = hidden.calls[index].to(plan.device), hidden.short[index].to(plan.device)
-    few = few_tokens(hidden.states, SHORT).to(plan.device)
+    few = take_tokens(hidden.states, SHORT).to(plan.device)
     names = [g for g in input_groups(block, few, short) if any(f"{name}.{n}" in decisions.targets for n in g)]
     cache = (o.cache, attention_modules(plan.model)[index]) if o.cache.wanted else None
     groups = observe_block(
@@ -291,13 +291,13 @@ def _quantize_head_embeddings(plan: Plan, decisions: Decisions, work: Work, coll
     """Head and embeddings that a rule or the bit budget names, one at a time."""
     scales: Scales = "minmax" if plan.options.scales == "minmax" else "search"
     for index, target in enumerate(decisions.head_embeddings()):
-        result = work.replay(f"outside-{index}")
+        result = work.replay(f"head-embeddings-{index}")
         if result is None:
             result = BlockResult()
             quantize_head_or_embedding(
                 target, result, weights=plan.weights, format=plan.format, device=plan.device, scales=scales
             )
-            work.record(f"outside-{index}", result)
+            work.record(f"head-embeddings-{index}", result)
         collected.add(result)
 
 

@@ -11,7 +11,7 @@ from quantkit.formats.reader import QuantizedReader
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CheckpointSizes:
     """The size of a checkpoint.
 
     checkpoint_bytes: bytes of all stored tensors. bits_per_weight: of quantized linears alone, scales and zeros
@@ -24,19 +24,19 @@ class Sizes:
     model_bits_per_weight: float
 
 
-def measure_sizes(source: Source) -> Sizes:
+def measure_sizes(source: Source) -> CheckpointSizes:
     """Measure a checkpoint of any format that is read. One quantized module is in memory at a time."""
     reader = QuantizedReader(source)
-    stored = stored_bytes(source)
+    stored = checkpoint_bytes(source)
     bits, weights = 0, 0
     for name in reader.modules:
         module = reader.module(name)
         bits += module.bits_stored
         weights += math.prod(module.shape)
-    return Sizes(stored, bits / weights if weights else None, 8 * stored / count_parameters(source))
+    return CheckpointSizes(stored, bits / weights if weights else None, 8 * stored / count_parameters(source))
 
 
-def stored_bytes(source: Source) -> int:
+def checkpoint_bytes(source: Source) -> int:
     """Count the bytes of all tensors as they lie in the file, scales of the KV cache included.
 
     For a GGUF file these are the packed bytes, not those of what its tensors are read as.

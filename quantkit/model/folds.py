@@ -117,12 +117,12 @@ def find_folds(
 
 def shared_modules(model: nn.Module, prefix: str) -> set[str]:
     """Find modules below ``prefix`` (local names) that also stand in another place of the model."""
-    places: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(id(module), []).append(name)
+        names_of.setdefault(id(module), []).append(name)
     return {
         name.removeprefix(f"{prefix}.")
-        for names in places.values()
+        for names in names_of.values()
         if len(names) > 1
         for name in names
         if name.startswith(f"{prefix}.")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from quantkit.checkpoint.names import Place
+from quantkit.checkpoint.names import ParameterPart
 from quantkit.model.experts import BIASES, FUSED, expert_modules, fused_name
 
 HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -39,47 +39,47 @@ class Naming:
         self.experts = dict(expert_modules(model))
         self.renamings, self.rules = _mapping(model)
 
-    def places(self, stored: str) -> list[Place]:
+    def parts_of(self, stored: str) -> list[ParameterPart]:
         """List the parameters that a stored tensor holds: none, one, or all experts' parts of a fused one."""
         for key in (stored, f"{self.prefix}.{stored}", stored.removeprefix(f"{self.prefix}.")):
-            found = self._places(key)
+            found = self._parts_of(key)
             if found:
                 return found
         return []
 
     def module(self, stored: str) -> str | None:
         """Return the module that a stored (quantized) module belongs to: the owner of the weight it would have."""
-        found = self.places(f"{stored}.weight")
+        found = self.parts_of(f"{stored}.weight")
         return found[0].parameter.removesuffix(".weight") if len(found) == 1 and found[0].index is None else None
 
-    def _places(self, key: str) -> list[Place]:
+    def _parts_of(self, key: str) -> list[ParameterPart]:
         if key in self.parameters:
-            return [Place(key)]
+            return [ParameterPart(key)]
         for renaming in self.renamings:
             key, _ = renaming.rename_source_key(key)
         if key in self.parameters:
-            return [Place(key)]
+            return [ParameterPart(key)]
         for rule in self.rules:
             target, pattern = rule.transform.rename_source_key(key)
             if pattern is not None:
                 return self._of_one_expert(rule, key, target, pattern)
         return self._of_all_experts(key)
 
-    def _of_one_expert(self, rule: _PerExpert, key: str, target: str, pattern: str) -> list[Place]:
+    def _of_one_expert(self, rule: _PerExpert, key: str, target: str, pattern: str) -> list[ParameterPart]:
         number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)") + "$", key)
         owner = target.rpartition(".")[0]
         if number is None or owner not in self.experts:
             return []
         name = f"{owner}.{number[1]}.{rule.projections[rule.sources.index(pattern)]}.weight"
-        return [Place(name)] if name in self.parameters else []
+        return [ParameterPart(name)] if name in self.parameters else []
 
-    def _of_all_experts(self, key: str) -> list[Place]:
+    def _of_all_experts(self, key: str) -> list[ParameterPart]:
         owner, _, local = key.rpartition(".")
         if owner not in self.experts or local not in (*FUSED, *BIASES.values()):
             return []
         names = (name for name, _ in self.experts[owner].named_parameters())
         each = [(int(name.partition(".")[0]), f"{owner}.{name}", name.partition(".")[2]) for name in names]
-        return [Place(full, index) for index, full, tail in each if fused_name(tail) == local]
+        return [ParameterPart(full, index) for index, full, tail in each if fused_name(tail) == local]
 
     def written(self, parameter: str) -> str:
         """Return the name that checkpoints of this family give a parameter.
@@ -88,7 +88,7 @@ class Naming:
         """
         for name in (*self._as_one_expert(parameter), parameter):
             for candidate in self._unrenamed(name):
-                if self.places(candidate) == [Place(parameter)]:
+                if self.parts_of(candidate) == [ParameterPart(parameter)]:
                     return candidate
         return parameter
 

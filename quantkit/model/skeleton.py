@@ -204,7 +204,7 @@ class Weights:
         naming = Naming(model)
         where = str(source.path)
         self.sources: dict[str, TensorRef] = match_names(
-            self.parameters, source.names(), self.tied, naming.places, where
+            self.parameters, source.names(), self.tied, naming.parts_of, where
         )
         self.names = self._written_names(naming)
         for name in self.sources:

@@ -25,8 +25,7 @@ from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.rules import fused_groups
-from quantkit.convert.plan.bit_budget import kept_bytes
-from quantkit.convert.plan.bit_budget import stored_bytes as target_bytes
+from quantkit.convert.plan.bit_budget import kept_bytes, target_bytes
 from quantkit.convert.plan.plan import make_plan
 from quantkit.convert.report.bit_budget import summary
 from quantkit.convert.results import Measured
@@ -34,7 +33,7 @@ from quantkit.convert.stages import decide
 from quantkit.convert.stages.sensitivity import SensitivityPass, _factors
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
-from quantkit.evaluate.sizes import measure_sizes, stored_bytes
+from quantkit.evaluate.sizes import checkpoint_bytes, measure_sizes
 
 SMALL: dict[str, Any] = dict(samples=4, seq_len=32)
 
@@ -60,7 +59,7 @@ def test_what_is_written_is_what_was_counted_and_just_within_the_target(
 ) -> None:
     report = convert(tiny_original, tmp_path / "out", calibration_text, **options)
     source, found = open_source(tmp_path / "out"), report.allocation
-    assert stored_bytes(source) == found["bytes"] <= found["budget_bytes"]
+    assert checkpoint_bytes(source) == found["bytes"] <= found["budget_bytes"]
     assert measure_sizes(source).model_bits_per_weight == pytest.approx(found["model_bits_per_weight"], abs=1e-5)
     if "target_bpw" in options:
         assert 0.97 * options["target_bpw"] < found["model_bits_per_weight"] <= options["target_bpw"]
@@ -152,7 +151,7 @@ def test_rules_win_and_the_rest_is_allocated(tiny_original: Path, calibration_te
     assert len(named) == 13
     assert not named & {"model.layers.0.mlp.down_proj", "model.embed_tokens"}
     assert (
-        stored_bytes(open_source(tmp_path / "out"))
+        checkpoint_bytes(open_source(tmp_path / "out"))
         == report.allocation["bytes"]
         <= 8 * report.allocation["parameters"] / 8
     )

@@ -20,7 +20,7 @@ from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan.plan import Plan, make_plan
 from quantkit.convert.results import BlockResult, InputGroup
 from quantkit.convert.stages import observe as observe_stage
-from quantkit.convert.stages.fold import Folding, few_tokens, fold_block, missing_folds
+from quantkit.convert.stages.fold import Folding, fold_block, missing_folds, take_tokens
 from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.model.stepper import BlockArguments, input_groups, run_block
 from quantkit.runtime.load import load
@@ -205,16 +205,16 @@ def test_a_spoiled_token_costs_no_fold(
     assert not [note for note in report.notes if "scaled" in note]
 
 
-def test_a_probe_has_usable_tokens_only() -> None:
+def test_tokens_for_trying_folds_are_usable_tokens_only() -> None:
     states = [torch.randn(2, 6, 4), torch.randn(2, 6, 4)]
-    assert torch.equal(few_tokens(states, 3), states[0][:1, :3])
+    assert torch.equal(take_tokens(states, 3), states[0][:1, :3])
     states[0][:, 1, 2] = float("nan")
-    assert torch.equal(few_tokens(states, 3), states[1][:1, :3])  # the first window that begins with usable tokens
+    assert torch.equal(take_tokens(states, 3), states[1][:1, :3])  # the first window that begins with usable tokens
     states[1][:, 0, 0] = 1e30
-    assert torch.equal(few_tokens(states, 3)[0], states[0][0, [0, 2, 3]])
+    assert torch.equal(take_tokens(states, 3)[0], states[0][0, [0, 2, 3]])
     for state in states:
         state[:] = float("inf")
-    assert few_tokens(states, 3).shape == (1, 3, 4)
+    assert take_tokens(states, 3).shape == (1, 3, 4)
 
 
 def test_blocks_with_fewer_folds_than_their_like_are_noted() -> None:

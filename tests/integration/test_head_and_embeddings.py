@@ -188,8 +188,8 @@ def test_the_prediction_counts_the_matrix(tiny_original: Path, tmp_path: Path) -
         return make_plan(options).prediction.phases
 
     vocabulary, hidden = open_source(tiny_original).info("model.embed_tokens.weight").shape
-    assert "outside" not in phases()
+    assert "head_embeddings" not in phases()
     searched = 12 * CHUNK * 4  # a few rows as float32, their trials and errors
     # fp16 as stored, a byte for each code, and the packed words twice: encoded and being written
-    assert phases("lm_head=bits:8")["outside"] == vocabulary * hidden * (2 + 1 + 2 * 1) + searched
-    assert phases("lm_head=bits:4")["outside"] == vocabulary * hidden * (2 + 1 + 2 * 0.5) + searched
+    assert phases("lm_head=bits:8")["head_embeddings"] == vocabulary * hidden * (2 + 1 + 2 * 1) + searched
+    assert phases("lm_head=bits:4")["head_embeddings"] == vocabulary * hidden * (2 + 1 + 2 * 0.5) + searched

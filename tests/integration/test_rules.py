@@ -65,7 +65,7 @@ def test_mixed_schemes_of_one_input_are_solved_apart_and_each_is_kept(
     assert any("Engines run these as one matrix" in warning for warning in report.warnings)
 
 
-def test_split_siblings_stop_a_job_for_other_engines(
+def test_fused_linears_of_two_schemes_stop_a_job_for_other_engines(
     tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(QuantkitError, match=r"v_proj W8 g32 asym.*one rule for all"):

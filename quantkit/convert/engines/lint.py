@@ -33,13 +33,13 @@ def lint_folder(source: Source) -> list[Verdict]:
 
     Empty for formats that quantkit does not write. Raises CheckpointError for a folder that is incomplete.
     """
-    from quantkit.runtime.layers.build import place_modules
+    from quantkit.runtime.layers.build import find_modules
 
     reader = QuantizedReader(source)
     model: Any = build_skeleton(source.config)
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    weights, places = [], place_modules(model, reader, str(source.path))
-    for name, place in places.items():
+    weights, module_names = [], find_modules(model, reader, str(source.path))
+    for name, place in module_names.items():
         scheme = reader.scheme(name)
         if isinstance(scheme, str):
             return []

@@ -138,7 +138,7 @@ def not_shown(checkpoint: Checkpoint) -> tuple[str, str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class EngineRule:
     """A reason not to load. formats: those it speaks about; () for all."""
 
     formats: tuple[str, ...]
@@ -155,7 +155,7 @@ class Engine:
     formats: tuple[str, ...]
     # the reader's line that refuses a format it does not know
     unknown: str
-    rules: tuple[Rule, ...]
+    rules: tuple[EngineRule, ...]
     # (reader, rule)
     splits: tuple[tuple[str, Split], ...] = ()
     notes: tuple[Callable[[Checkpoint], str | None], ...] = ()
@@ -245,11 +245,11 @@ def fused_rows(checkpoint: Checkpoint, ranks: int) -> list[tuple[str, int, float
     sums: dict[str, tuple[str, int, float, float]] = {}
     for weight in checkpoint.linears:
         owner, _, last = weight.name.rpartition(".")
-        siblings = next((group for group in FUSED if last in group), frozenset({last}))
+        fused = next((group for group in FUSED if last in group), frozenset({last}))
         rows: float = weight.out_features if is_row_parallel(weight) else weight.out_features / ranks
         if last in ("k_proj", "v_proj") and ranks > checkpoint.kv_heads:  # repeated, not split further
             rows = weight.out_features / checkpoint.kv_heads
-        key = f"{owner}.{'+'.join(sorted(siblings))}"
+        key = f"{owner}.{'+'.join(sorted(fused))}"
         name, bits, known, inputs = sums.get(key, (weight.name, weight.scheme.bits, 0.0, inputs_on(weight, ranks)))
         sums[key] = (name, bits, known + rows, inputs)
     return list(sums.values())

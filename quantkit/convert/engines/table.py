@@ -10,8 +10,8 @@ from __future__ import annotations
 from quantkit.convert.engines.rules import (
     Checkpoint,
     Engine,
+    EngineRule,
     Mixtures,
-    Rule,
     first,
     fused_rows,
     heads,
@@ -19,14 +19,14 @@ from quantkit.convert.engines.rules import (
     quantizes_experts,
     whole_groups,
 )
-from quantkit.convert.options.rules import split_siblings
+from quantkit.convert.options.rules import split_fused
 
 CT, GPTQ, AWQ, NATIVE = "compressed-tensors", "gptq", "awq", "native"
 MARLIN_GROUPS = (None, 32, 64, 128)
 
 
-def siblings(c: Checkpoint) -> str | None:
-    problems = split_siblings({weight.name: weight.scheme for weight in c.weights})
+def fused_schemes(c: Checkpoint) -> str | None:
+    problems = split_fused({weight.name: weight.scheme for weight in c.weights})
     return problems[0] if problems else None
 
 
@@ -35,7 +35,7 @@ def ragged(c: Checkpoint) -> str | None:
     return None if weight is None else f"{weight.name} ends in a short group."
 
 
-def odd_bits(*allowed: int) -> Rule:
+def odd_bits(*allowed: int) -> EngineRule:
     def test(c: Checkpoint) -> str | None:
         weight = first(c, lambda w: w.scheme.bits not in allowed)
         if weight is None:
@@ -43,7 +43,7 @@ def odd_bits(*allowed: int) -> Rule:
         known = " and ".join(str(bits) for bits in allowed)
         return f"{weight.name} has {weight.scheme.bits} bits; without extra packages its kernels take {known}."
 
-    return Rule((), "", test)
+    return EngineRule((), "", test)
 
 
 def asymmetric(c: Checkpoint) -> str | None:
@@ -51,7 +51,7 @@ def asymmetric(c: Checkpoint) -> str | None:
     return None if weight is None else f"{weight.name} is asymmetric; it reads gptq files with sym only."
 
 
-def odd_groups(*allowed: int | None) -> Rule:
+def odd_groups(*allowed: int | None) -> EngineRule:
     def test(c: Checkpoint) -> str | None:
         weight = first(c, lambda w: w.scheme.group_size not in allowed)
         if weight is None:
@@ -59,7 +59,7 @@ def odd_groups(*allowed: int | None) -> Rule:
         known = ", ".join("channel" if size is None else str(size) for size in allowed)
         return f"{weight.name} has {weight.scheme.describe()}; its kernels know groups of {known}."
 
-    return Rule((), "", test)
+    return EngineRule((), "", test)
 
 
 def vllm_groups(c: Checkpoint) -> str | None:
@@ -86,7 +86,7 @@ def several_schemes(c: Checkpoint) -> str | None:
     return f"{len(c.schemes())} schemes; it reads one for the whole model." if len(c.schemes()) > 1 else None
 
 
-def kinds(*refused: str) -> Rule:
+def kinds(*refused: str) -> EngineRule:
     def test(c: Checkpoint) -> str | None:
         weight = first(c, lambda w: w.kind in refused)
         if weight is None:
@@ -96,7 +96,7 @@ def kinds(*refused: str) -> Rule:
             " only."
         )
 
-    return Rule((), "", test)
+    return EngineRule((), "", test)
 
 
 def transformers_mixed(c: Checkpoint) -> str | None:
@@ -201,7 +201,7 @@ TRANSFORMERS_EXPERTS = ("mixtral", "qwen3_moe")
 def transformers_experts(c: Checkpoint) -> tuple[str, str] | None:
     """Its conversion of expert tensors collects packed codes and scales but no zero points for such names."""
     if c.format == NATIVE:
-        return "transformers holds experts as one tensor.", "quantkit/hf.py, _places"
+        return "transformers holds experts as one tensor.", "quantkit/hf.py, _module_names"
     if c.format != CT or not quantizes_experts(c):
         return not_shown(c)
     where = "transformers/integrations/compressed_tensors.py"
@@ -225,9 +225,9 @@ def marlin_experts(reader: str) -> Mixtures:
     return test
 
 
-def at(reader: str, rule: Rule, *formats: str) -> Rule:
+def at(reader: str, rule: EngineRule, *formats: str) -> EngineRule:
     """A general rule, with the line of this engine that enforces it."""
-    return Rule(formats, reader, rule.test)
+    return EngineRule(formats, reader, rule.test)
 
 
 V = "vllm/model_executor/layers/quantization/"
@@ -241,18 +241,18 @@ VLLM = Engine(
     f"{V}__init__.py:114",
     (
         at(f"{K}humming.py:33, marlin.py:41", odd_bits(4, 8), CT),
-        Rule((CT,), f"{V}utils/marlin_utils.py:48, {K}machete.py:33", asymmetric_eight),
-        Rule((CT,), f"{K}marlin.py:49, triton_w4a16.py:340", vllm_groups),
+        EngineRule((CT,), f"{V}utils/marlin_utils.py:48, {K}machete.py:33", asymmetric_eight),
+        EngineRule((CT,), f"{K}marlin.py:49, triton_w4a16.py:340", vllm_groups),
         at(f"{V}utils/marlin_utils.py:143", odd_groups(*MARLIN_GROUPS), GPTQ),
-        Rule((CT,), f"{V}compressed_tensors/schemes/compressed_tensors_wNa16.py:168", ragged),
-        Rule((CT,), f"{V}compressed_tensors/utils.py:67, 176 (takes the first sibling's)", siblings),
-        Rule((CT,), f"{V}compressed_tensors/compressed_tensors_embedding.py:51", asymmetric_embedding),
+        EngineRule((CT,), f"{V}compressed_tensors/schemes/compressed_tensors_wNa16.py:168", ragged),
+        EngineRule((CT,), f"{V}compressed_tensors/utils.py:67, 176 (takes the first sibling's)", fused_schemes),
+        EngineRule((CT,), f"{V}compressed_tensors/compressed_tensors_embedding.py:51", asymmetric_embedding),
         at(f"{V}auto_gptq.py:99", odd_bits(4, 8), GPTQ),
-        Rule((GPTQ,), f"{V}auto_gptq.py:152", asymmetric),
-        Rule((GPTQ,), f"{V}utils/gptq_utils.py:161", siblings),
+        EngineRule((GPTQ,), f"{V}auto_gptq.py:152", asymmetric),
+        EngineRule((GPTQ,), f"{V}utils/gptq_utils.py:161", fused_schemes),
         at(f"{V}auto_gptq.py:259", kinds("embedding", "tied"), GPTQ, AWQ),
         at(f"{V}auto_awq.py:182", odd_bits(4), AWQ),
-        Rule((AWQ,), f"{V}auto_awq.py:186", several_schemes),
+        EngineRule((AWQ,), f"{V}auto_awq.py:186", several_schemes),
     ),
     (
         ("vllm/model_executor/models/llama.py:145-155", heads),
@@ -271,15 +271,15 @@ SGLANG = Engine(
     f"{S}__init__.py:165",
     (
         at(f"{S}compressed_tensors/schemes/compressed_tensors_wNa16.py:84", odd_bits(4, 8), CT),
-        Rule((CT,), f"{S}marlin_utils.py:95", asymmetric_eight),
+        EngineRule((CT,), f"{S}marlin_utils.py:95", asymmetric_eight),
         at(f"{S}marlin_utils.py:130", odd_groups(*MARLIN_GROUPS), CT, GPTQ),
-        Rule((CT,), f"{S}compressed_tensors/schemes/compressed_tensors_wNa16.py:125", ragged),
-        Rule((CT, GPTQ), f"{S}compressed_tensors/utils.py:63", siblings),
+        EngineRule((CT,), f"{S}compressed_tensors/schemes/compressed_tensors_wNa16.py:125", ragged),
+        EngineRule((CT, GPTQ), f"{S}compressed_tensors/utils.py:63", fused_schemes),
         at(f"{S}compressed_tensors/compressed_tensors.py:182", kinds("embedding", "tied")),
         at(f"{S}gptq/gptq.py:298", odd_bits(4, 8), GPTQ),
-        Rule((GPTQ,), f"{S}gptq/gptq.py:298", asymmetric),
+        EngineRule((GPTQ,), f"{S}gptq/gptq.py:298", asymmetric),
         at(f"{S}awq/awq.py:249", odd_bits(4), AWQ),
-        Rule((AWQ,), f"{S}awq/awq.py:254", several_schemes),
+        EngineRule((AWQ,), f"{S}awq/awq.py:254", several_schemes),
     ),
     (
         ("sglang/srt/models/llama.py:183-193", heads),
@@ -297,11 +297,11 @@ LMDEPLOY = Engine(
     (CT, GPTQ, AWQ),
     "lmdeploy/turbomind/converter.py:213",
     (
-        Rule((CT,), "lmdeploy/turbomind/converter.py:201", several_schemes),
+        EngineRule((CT,), "lmdeploy/turbomind/converter.py:201", several_schemes),
         at("lmdeploy/turbomind/converter.py:209", odd_bits(4)),
         at("lmdeploy/turbomind/converter.py:101", odd_groups(32, 128), CT),
         at("lmdeploy/turbomind/converter.py:99-100", odd_groups(128), GPTQ, AWQ),
-        Rule((GPTQ,), "lmdeploy/turbomind/converter.py:194", asymmetric),
+        EngineRule((GPTQ,), "lmdeploy/turbomind/converter.py:194", asymmetric),
         at("lmdeploy/turbomind/converter.py:234", kinds("head", "embedding", "tied")),
     ),
     (
@@ -317,7 +317,7 @@ TRANSFORMERS = Engine(
     (CT, NATIVE, GPTQ, AWQ),
     "transformers/quantizers/auto.py:221",
     (
-        Rule((CT,), "transformers/integrations/compressed_tensors.py:45", transformers_mixed),
+        EngineRule((CT,), "transformers/integrations/compressed_tensors.py:45", transformers_mixed),
         at("transformers/utils/quantization_config.py:742", odd_bits(2, 3, 4, 8), GPTQ),
         at("transformers/quantizers/quantizer_awq.py:67", odd_bits(4), AWQ),
         at("transformers/quantizers/quantizer_gptq.py:89", kinds("head", "embedding", "tied"), GPTQ, AWQ),
@@ -353,10 +353,10 @@ LLAMA_CPP = Engine(
     (CT, GPTQ),
     "conversion/base.py, dequant_model: 'Quant method is not yet supported'",
     (
-        Rule((CT,), "conversion/base.py, dequant_model: len(groups) > 1", several_schemes),
-        Rule((CT,), 'conversion/base.py, dequant_model: strategy == "group"', per_channel),
+        EngineRule((CT,), "conversion/base.py, dequant_model: len(groups) > 1", several_schemes),
+        EngineRule((CT,), 'conversion/base.py, dequant_model: strategy == "group"', per_channel),
         at("conversion/base.py, dequant_gptq: bits in (2, 4, 8)", odd_bits(2, 4, 8), GPTQ),
-        Rule((GPTQ,), "conversion/base.py, dequant_gptq: one quant_config['bits']", several_schemes),
+        EngineRule((GPTQ,), "conversion/base.py, dequant_gptq: one quant_config['bits']", several_schemes),
     ),
     (),
     (lambda c: "dequantizes: the GGUF file is 16 bit until llama-quantize rounds it again", float_activations),

@@ -144,20 +144,22 @@ class Choice:
     taken: frozenset[str] = frozenset()
 
 
-def choose_schemes(rules: Sequence[Rule], base: Scheme, linears: Sequence[str], outside: Sequence[str]) -> Choice:
+def choose_schemes(
+    rules: Sequence[Rule], base: Scheme, linears: Sequence[str], head_embeddings: Sequence[str]
+) -> Choice:
     """Give every module its scheme by the rules, first match wins.
 
-    linears: the blocks' modules, ``base`` unless a rule takes them. outside: head and embeddings, 16 bit unless a rule
-    names them.
+    linears: the blocks' modules, ``base`` unless a rule takes them.
+    head_embeddings: head and embeddings, 16 bit unless a rule names them.
 
     Raises RequestError for a rule that matches nothing, with the nearest names.
     """
     taken: dict[str, Rule] = {}
     problems = []
     for rule in rules:
-        hits = [name for name in linears if rule.matches(name)] + [name for name in outside if rule.names(name)]
+        hits = [name for name in linears if rule.matches(name)] + [name for name in head_embeddings if rule.names(name)]
         if not hits:
-            raise RequestError(_matches_nothing(rule, [*linears, *outside]))
+            raise RequestError(_matches_nothing(rule, [*linears, *head_embeddings]))
         fresh = [name for name in hits if name not in taken]
         if not fresh:
             by = dict.fromkeys(taken[name].text for name in hits)
@@ -169,8 +171,8 @@ def choose_schemes(rules: Sequence[Rule], base: Scheme, linears: Sequence[str], 
             )
         taken.update(dict.fromkeys(fresh, rule))
     schemes: dict[str, Scheme | None] = {}
-    for name in [*linears, *outside]:
-        default = base if name not in outside else None
+    for name in [*linears, *head_embeddings]:
+        default = base if name not in head_embeddings else None
         schemes[name] = taken[name].scheme(base) if name in taken else default
     return Choice(schemes, tuple(problems), frozenset(taken))
 
@@ -194,8 +196,8 @@ def scheme_words(scheme: Scheme | None) -> str:
     return "16 bit" if scheme is None else scheme.describe()
 
 
-def split_siblings(schemes: Mapping[str, Scheme | None]) -> list[str]:
-    """One sentence per kind of fused siblings whose schemes differ: who, what, and the rule that mends it."""
+def split_fused(schemes: Mapping[str, Scheme | None]) -> list[str]:
+    """One sentence per kind of fused linears whose schemes differ: who, what, and the rule that mends it."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in schemes:
         for group, pattern in fused_groups(name):
@@ -208,19 +210,19 @@ def split_siblings(schemes: Mapping[str, Scheme | None]) -> list[str]:
                 scheme = schemes[name]
                 words.setdefault(scheme_words(scheme), name.removeprefix(f"{group}."))
             if len(words) > 1:
-                said = ", ".join(f"{name} {word}" for word, name in words.items())
-                problems.setdefault((said, pattern), []).append(group)
+                differing = ", ".join(f"{name} {word}" for word, name in words.items())
+                problems.setdefault((differing, pattern), []).append(group)
     return [
-        f"{groups[0]}{f' and {len(groups) - 1} more' if len(groups) > 1 else ''}: {said}. Engines run"
+        f"{groups[0]}{f' and {len(groups) - 1} more' if len(groups) > 1 else ''}: {differing}. Engines run"
         f" these as one matrix and need one scheme: give one rule for all of them, '{pattern}=...'."
-        for (said, pattern), groups in problems.items()
+        for (differing, pattern), groups in problems.items()
     ]
 
 
 def fused_groups(name: str) -> list[tuple[str, str]]:
-    """(owner, the pattern of a rule that covers all siblings) of each set of fused linears that a module belongs to."""
+    """(owner, the pattern of a rule that covers them all) of each set of fused linears that a module belongs to."""
     experts = EXPERTS.match(name)
     if experts:
         return [(experts[1], "*.experts.*")]
     owner, _, last = name.rpartition(".")
-    return [(owner, f"re:.*\\.({'|'.join(sorted(siblings))})") for siblings in FUSED if last in siblings]
+    return [(owner, f"re:.*\\.({'|'.join(sorted(fused))})") for fused in FUSED if last in fused]

@@ -26,5 +26,5 @@ def checkpoint_layout(weights: Weights, targets: Mapping[str, Target], *, fp8_ca
         if (isinstance(module, nn.Linear) and name not in targets) or name in known
     ]
     schemes = {target.name: target.scheme for target in targets.values()}
-    outside = [target.name for target in head_embeddings(targets)]
-    return CheckpointLayout(dict(sorted(schemes.items())), sorted(dense), outside, fp8_cache)
+    names_of_head_embeddings = [target.name for target in head_embeddings(targets)]
+    return CheckpointLayout(dict(sorted(schemes.items())), sorted(dense), names_of_head_embeddings, fp8_cache)

@@ -182,13 +182,13 @@ def plan_bit_budget(
         units.append(Unit(names, members[0][1].kind, schemes))
         costs.append(tuple(cost for _, cost in choices))
     free = set(targets.free)
-    fixed += sum(stored_bytes(form, target) for name, target in targets.chosen.items() if name not in free)
+    fixed += sum(target_bytes(form, target) for name, target in targets.chosen.items() if name not in free)
     allocation = BitBudget(options.target, budget, parameters, tuple(units), tuple(costs), fixed, form.name)
     targets.problems += allocation.problems()
     return allocation
 
 
-def stored_bytes(form: Format, target: Target) -> int:
+def target_bytes(form: Format, target: Target) -> int:
     """Return the bytes of a quantized weight as the format stores it."""
     return form.stored_bytes(target.scheme, target.out_features, target.in_features)
 

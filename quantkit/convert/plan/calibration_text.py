@@ -112,7 +112,7 @@ def _distil_windows(
     return _read_windows(asked, tokenizer, model, problems, after=options.samples if options.needs_data else 0)
 
 
-def few_tokens(tokens: int, blocks: Blocks) -> list[str]:
+def too_few_tokens(tokens: int, blocks: Blocks) -> list[str]:
     """Return a note if there are fewer tokens than the widest linear has inputs.
 
     Its Hessian cannot have full rank then, and the damping decides the rest. Experts see a share of the tokens only;

@@ -69,7 +69,9 @@ class Sizes:
     packed_bytes: int
     calibrated: bool
     kv_sample_bytes: int
-    outside_bytes: int  # of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none
+    head_embedding_bytes: (
+        int  # of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none
+    )
     packed_model: int = 0  # of the written model, loaded to run it
     fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
     kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
@@ -111,7 +113,7 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     distil: states of both models + all codes, where they are held + scales and norms that learn, with Adam's moments +
             head and embeddings, those that are quantized twice: the original's and the dequantized + one step: states
             in front of every block, one block's weights and activations with their gradients, a few tokens' logits
-    outside: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
+    head_embeddings: head or embeddings: as stored, their codes, packed, and the temporaries of searching a few rows
     generate: the written model, loaded whole, if that is small (GENERATE_BYTES) or no more than another phase
     copy:   states + three stored copies of the largest plain tensor (read, written, read back)
     """
@@ -121,14 +123,14 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
         phases["self"] = sizes.whole
     if sizes.distil_states:
         phases["distil"] = sizes.distil_states + (0 if away else sizes.distil)
-    if sizes.outside_bytes:
-        phases["outside"] = sizes.outside_bytes + 12 * CHUNK * f32
+    if sizes.head_embedding_bytes:
+        phases["head_embeddings"] = sizes.head_embedding_bytes + 12 * CHUNK * f32
     if sizes.measuring and not away:
         phases["measure"] = sizes.measuring
     if sizes.packed_model <= max(GENERATE_BYTES, *phases.values()):
         phases["generate"] = sizes.packed_model + sizes.kernels
     if not away and (sizes.measuring or sizes.distil_states):
-        before = ("self",) if sizes.measuring else ("embed", "block", "fold", "solve", "outside", "self")
+        before = ("self",) if sizes.measuring else ("embed", "block", "fold", "solve", "head_embeddings", "self")
         phases.update({name: size + GRADIENTS for name, size in phases.items() if name not in before})
     host = max(peak_rss(), current_rss() + max(phases.values()))
     output = sizes.plain_bytes + sizes.packed_bytes
@@ -227,7 +229,7 @@ def device_phases(sizes: Sizes) -> dict[str, int]:
         "measure": sizes.measuring - base,
         "tune": _learning(sizes),
         "self": sizes.whole // 2 - base,  # in bfloat16
-        "outside": 12 * CHUNK * f32 - base if sizes.outside_bytes else 0,
+        "head_embeddings": 12 * CHUNK * f32 - base if sizes.head_embedding_bytes else 0,
         "distil": sizes.distil - base,
     }
     return {name: base + size for name, size in phases.items()}

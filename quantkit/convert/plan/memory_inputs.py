@@ -17,7 +17,7 @@ from quantkit.calibrate.data import CalibrationWindows
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan import self_calibration
-from quantkit.convert.plan.bit_budget import BitBudget, stored_bytes
+from quantkit.convert.plan.bit_budget import BitBudget, target_bytes
 from quantkit.convert.plan.memory import BATCH_TOKENS, Sizes, kernel_bytes
 from quantkit.convert.plan.targets import Target, second_copy
 from quantkit.convert.results import TOKENS, WINDOWS, Unit
@@ -53,7 +53,7 @@ def with_sensitivity(
     units = () if budget is None else budget.units
     return replace(
         sizes,
-        measuring=bytes_needed(sizes, weights, blocks, units, options.guided),
+        measuring=sensitivity_bytes(sizes, weights, blocks, units, options.guided),
         measuring_file=file_bytes(sizes.hidden, len(blocks)),
         measured=guide_bytes(sizes.hidden, blocks) if options.guided else 0,
     )
@@ -83,7 +83,7 @@ def count_sizes(
     by_width: dict[int, int] = {}
     for linear in at_once:
         by_width[linear.in_features] = by_width.get(linear.in_features, 0) + linear.out_features
-    packed = sum(stored_bytes(form, target) for target in targets.values())
+    packed = sum(target_bytes(form, target) for target in targets.values())
     infos = [weights.source.info(name) for name in plain]
     config: Any = weights.model.config
     before = before_blocks(weights, blocks)
@@ -116,7 +116,9 @@ def count_sizes(
         fold=_fold_bytes(linears, experts) if options.folds else 0,
         whole=whole_bytes(weights, options) if windows is not None and windows.ids.is_meta else 0,
         **_distil_bytes(options, weights, blocks, targets),
-        outside_bytes=max((_outside_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0),
+        head_embedding_bytes=max(
+            (_head_embedding_bytes(weights, t) for t in targets.values() if t.kind != "linear"), default=0
+        ),
         kv_sample_bytes=kv_sample_bytes(config, options),
     )
 
@@ -136,12 +138,12 @@ def _distil_bytes(
     linears = [t for t in targets.values() if t.kind == "linear"]
     codes = sum(t.out_features * t.in_features for t in linears)
     groups = sum(t.out_features * t.scheme.groups(t.in_features) for t in linears)
-    outside = outside_blocks(weights, blocks)
-    counts = [weights.parameters[name].numel() for name in outside]
+    names = outside_blocks(weights, blocks)
+    counts = [weights.parameters[name].numel() for name in names]
     rounded = sum(t.out_features * t.in_features for t in targets.values() if t.kind != "linear")
     reading = max(
         count * (1 + weights.source.info(weights.stored(name)).dtype.itemsize)
-        for name, count in zip(outside, counts, strict=True)
+        for name, count in zip(names, counts, strict=True)
     )
     block = max(sum(p.numel() for p in one.parameters()) for one in blocks.modules)
     inner = max(sum(m.in_features + m.out_features for m in block_linears(one).values()) for one in blocks.modules)
@@ -178,7 +180,7 @@ def _fold_bytes(linears: Mapping[str, nn.Linear], experts: Mapping[str, tuple[st
 def whole_bytes(weights: Weights, options: ConvertOptions) -> int:
     """Return the bytes that ``--calibration self`` holds while the model writes its text."""
     count = sum(p.numel() for name, p in weights.parameters.items() if name not in weights.tied)
-    return self_calibration.bytes_needed(weights.model.config, count, options)
+    return self_calibration.model_and_cache_bytes(weights.model.config, count, options)
 
 
 def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:
@@ -193,7 +195,7 @@ def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int
     return 4 * sum(dense) + 2 * packed + max(3 * max(dense, default=0), 10 * max(weights, default=0))
 
 
-def _outside_bytes(weights: Weights, target: Target) -> int:
+def _head_embedding_bytes(weights: Weights, target: Target) -> int:
     """Return the bytes of quantizing a head or embedding.
 
     They are the matrix as stored (and its second copy), its codes, and the packed words twice: encoded, being written.
@@ -222,16 +224,18 @@ def kv_sample_bytes(config: Any, options: ConvertOptions) -> int:
     return int(4 * (sample + trial))
 
 
-def bytes_needed(sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence[Unit], guided: bool = False) -> int:
+def sensitivity_bytes(
+    sizes: Sizes, weights: Weights, blocks: Blocks, units: Sequence[Unit], guided: bool = False
+) -> int:
     """Return the bytes that ``SensitivityPass.measure`` takes.
 
     units: the units of a bit budget whose sensitivity is measured. guided: token importance is fitted, too.
     """
-    outside = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
+    plain = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
     vocabulary: int = weights.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     head = any(unit.kind in ("head", "tied") for unit in units)
     tokens = WINDOWS * TOKENS
-    streams = 2 * tokens * sizes.hidden + outside
+    streams = 2 * tokens * sizes.hidden + plain
     tail = vocabulary * (sensitivity.TAIL_TOKENS * 8 + 3 * sensitivity.HEAD_TOKENS * head)
     shares = 6 * tokens * sizes.hidden  # squares in float64, their shares, and those that are finite
     kept = tokens // sensitivity.STRIDE * 2 * sizes.inner + 10 * sizes.largest_group if units else 0

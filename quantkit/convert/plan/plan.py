@@ -20,7 +20,7 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.bit_budget import BitBudget, cache_bytes, plan_bit_budget
-from quantkit.convert.plan.calibration_text import few_tokens, read_inputs, unused_windows
+from quantkit.convert.plan.calibration_text import read_inputs, too_few_tokens, unused_windows
 from quantkit.convert.plan.carried import carried
 from quantkit.convert.plan.column_loops import column_loops
 from quantkit.convert.plan.inputs import Inputs
@@ -217,7 +217,7 @@ def _text_notes(
     if windows is not None and windows.ids.is_meta:
         notes.append(self_calibration.note(options, whole_bytes(weights, options)))
     if windows is not None and options.method in CALIBRATED:
-        notes += few_tokens(windows.ids.numel(), blocks)
+        notes += too_few_tokens(windows.ids.numel(), blocks)
     notes += unused_windows(options)
     mixtures = [
         f"{blocks.name(index)}.{name}"

@@ -68,7 +68,7 @@ def note(options: ConvertOptions, needed: int) -> str:
     )
 
 
-def bytes_needed(config: Any, weights: int, options: ConvertOptions) -> int:
+def model_and_cache_bytes(config: Any, weights: int, options: ConvertOptions) -> int:
     """Return the bytes of host memory for writing: every weight and one batch's keys and values, in float32.
 
     weights: how many weights the model has, tied ones counted once.
@@ -115,8 +115,8 @@ def first_tokens(tokenizer: Any, vocab_size: int, count: int, seed: int) -> Tens
     ordinary = [i for i in range(min(len(tokenizer), vocab_size)) if i not in special]
     if not ordinary:
         raise SourceError("The tokenizer has special tokens only; the model cannot write. Give a --calibration text.")
-    places = torch.randint(len(ordinary), (count,), generator=torch.Generator().manual_seed(seed))
-    return torch.tensor(ordinary, dtype=torch.int64)[places]
+    chosen = torch.randint(len(ordinary), (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.tensor(ordinary, dtype=torch.int64)[chosen]
 
 
 def _continue(model: Any, starts: Tensor, bos: int | None, room: int, seed: int, listen: OnStep) -> Tensor:

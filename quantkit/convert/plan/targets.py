@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from quantkit.convert.options.options import ConvertOptions
-from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_siblings
+from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.formats.interface import CheckpointLayout, Format
@@ -21,8 +21,8 @@ from quantkit.model.skeleton import Blocks, Weights, block_linears
 COMMON_GROUPS = (None, 32, 64, 128, 256)  # sizes that the engines' kernels know
 
 # Weights outside the blocks. "tied": one matrix that is embedding and head at once.
-OUTSIDE = ("head", "embedding", "tied")
-_SAID = {
+HEAD_EMBEDDINGS = ("head", "embedding", "tied")
+_KIND_WORDS = {
     "head": "a quantized head",
     "embedding": "quantized embeddings",
     "tied": "a quantized matrix that serves as embedding and head",
@@ -35,7 +35,7 @@ class Target:
 
     name: its module name in the checkpoint.
     parameter: its parameter name in the skeleton.
-    kind: "linear" or one of ``OUTSIDE``.
+    kind: "linear" or one of ``HEAD_EMBEDDINGS``.
     """
 
     name: str
@@ -73,8 +73,8 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     Raises RequestError for a rule that cannot be (syntax, no match), and if nothing is left to quantize.
     """
     names = _linears(blocks, weights)
-    outside = _outside(weights)
-    known = [name for kind in outside for name in kind.names]
+    matrices = _find_head_embeddings(weights)
+    known = [name for matrix in matrices for name in matrix.names]
     choice = choose_schemes(
         parse_rules(options.rules, options.scheme), options.scheme, [stored for stored, _ in names.values()], known
     )
@@ -84,16 +84,16 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     ]
     if options.allocates:
         targets.free = [module for module, (stored, _) in names.items() if stored not in choice.taken]
-    for matrix in outside:
-        scheme = _outside_scheme(options, form, matrix, choice, targets)
+    for matrix in matrices:
+        scheme = _head_or_embedding_scheme(options, form, matrix, choice, targets)
         wanted.append((matrix.module, matrix.stored, matrix.owner, matrix.kind, scheme))
     adapted = _fit(form, wanted, targets, problems)
     targets.problems += collapse(problems)
     if not targets.chosen:
         raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
-    outside_names = [t.name for t in targets.chosen.values() if t.kind != "linear"]
+    head_embedding_names = [t.name for t in targets.chosen.values() if t.kind != "linear"]
     unsayable = form.cannot_say(
-        CheckpointLayout({t.name: t.scheme for t in targets.chosen.values()}, targets.kept, outside_names)
+        CheckpointLayout({t.name: t.scheme for t in targets.chosen.values()}, targets.kept, head_embedding_names)
     )
     if unsayable:
         targets.problems.append(unsayable)
@@ -119,8 +119,8 @@ def _linears(blocks: Blocks, weights: Weights) -> dict[str, tuple[str, nn.Module
     return {module: (_stored(weights, module), linear) for module, linear in modules.items()}
 
 
-def _outside_scheme(
-    options: ConvertOptions, form: Format, matrix: _Outside, choice: Choice, targets: Targets
+def _head_or_embedding_scheme(
+    options: ConvertOptions, form: Format, matrix: _HeadOrEmbedding, choice: Choice, targets: Targets
 ) -> Scheme | None:
     """Return the scheme of a head or embedding: a rule's, or with a bit budget the provisional one.
 
@@ -132,7 +132,7 @@ def _outside_scheme(
         targets.free.append(matrix.module)
         return options.scheme
     targets.warnings.append(
-        f"{matrix.stored} stays at 16 bit: {form.name} cannot hold {_SAID[matrix.kind]} so that engines read it"
+        f"{matrix.stored} stays at 16 bit: {form.name} cannot hold {_KIND_WORDS[matrix.kind]} so that engines read it"
     )
     return matrix.choose(choice.schemes)
 
@@ -163,7 +163,8 @@ def _fit(
         targets.chosen[module] = Target(stored, f"{module}.weight", out_features, in_features, fitted, kind)
         if kind != "linear" and kind not in form.head_embeddings:
             reason = (
-                f"{form.name} cannot hold {_SAID[kind]} so that engines read it. Use --format native, or drop the rule."
+                f"{form.name} cannot hold {_KIND_WORDS[kind]} so that engines read it."
+                " Use --format native, or drop the rule."
             )
             problems.append(Problem(stored, reason))
             continue
@@ -192,7 +193,7 @@ def _stored(weights: Weights, module: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Outside:
+class _HeadOrEmbedding:
     """One matrix outside the blocks: head, embedding, or both at once.
 
     names: the names by which rules may refer to it; a tied matrix has two.
@@ -218,7 +219,7 @@ class _Outside:
         return next(iter(chosen), None)
 
 
-def _outside(weights: Weights) -> list[_Outside]:
+def _find_head_embeddings(weights: Weights) -> list[_HeadOrEmbedding]:
     """Return embedding and head, as one matrix if they are tied."""
     model: Any = weights.model
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -228,10 +229,10 @@ def _outside(weights: Weights) -> list[_Outside]:
     if isinstance(embed, nn.Embedding):
         module = paths[id(embed)]
         names = (_stored(weights, module), *((paths[id(head)],) if tied else ()))
-        matrices.append(_Outside(module, names[0], embed, "tied" if tied else "embedding", names))
+        matrices.append(_HeadOrEmbedding(module, names[0], embed, "tied" if tied else "embedding", names))
     if isinstance(head, nn.Linear) and not tied:
         module = paths[id(head)]
-        matrices.append(_Outside(module, _stored(weights, module), head, "head", (_stored(weights, module),)))
+        matrices.append(_HeadOrEmbedding(module, _stored(weights, module), head, "head", (_stored(weights, module),)))
     return matrices
 
 
@@ -291,7 +292,7 @@ def _say_split(form: Format, schemes: Any, targets: Targets) -> None:
 
     In the native format, where nothing is fused, it is only a warning.
     """
-    for sentence in split_siblings(schemes):
+    for sentence in split_fused(schemes):
         if form.name == "native":
             targets.warnings.append(f"{sentence} (quantkit's own format and engine take them as they are)")
         else:

@@ -81,7 +81,9 @@ def plan_cache(source: Source, out: Path, requested: Mapping[str, Any], problems
     windows = read_windows(options, load_tokenizer(source), model, problems)
     host, warnings = _host_bytes(model, options), []
     if windows is not None and windows.ids.is_meta:
-        whole = self_calibration.bytes_needed(model.config, sum(p.numel() for p in model.parameters()), options)
+        whole = self_calibration.model_and_cache_bytes(
+            model.config, sum(p.numel() for p in model.parameters()), options
+        )
         host = max(host, whole)
         warnings.append(self_calibration.note(options, whole))
     return CachePlan(options=options, model=model, windows=windows, host=host, warnings=tuple(warnings))

@@ -10,7 +10,7 @@ from quantkit.errors import UnsupportedModel
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.naming import Naming
 from quantkit.model.skeleton import build_skeleton
-from quantkit.runtime.layers.build import place_modules
+from quantkit.runtime.layers.build import find_modules
 
 
 class Structure:
@@ -29,7 +29,7 @@ class Structure:
         model: Any = build_skeleton(config)
         plain = reader.plain_names()
         owners = {
-            name: model.get_submodule(place) for name, place in place_modules(model, reader, str(source.path)).items()
+            name: model.get_submodule(place) for name, place in find_modules(model, reader, str(source.path)).items()
         }
         biases = {f"{name}.bias" for name, owner in owners.items() if getattr(owner, "bias", None) is None}
         self.extra_biases = [name for name in plain if name in biases]

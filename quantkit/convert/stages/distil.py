@@ -128,7 +128,7 @@ class _Student:
         with given(self.written.blocks.modules[index], values):
             return forward_block(self.written.blocks.modules[index], hidden, call)
 
-    def outside(self) -> dict[str, Tensor]:
+    def head_embedding_weights(self) -> dict[str, Tensor]:
         """Head and embeddings that are quantized, dequantized, by parameter name."""
         return {t.parameter: self._dequantized(t) for t in self.written.head_embeddings()}
 
@@ -236,14 +236,14 @@ class _Pass:
         self.steps = len(self.batches) - self.held
         with torch.no_grad():
             self.student = _Student(written)
-            self.outside = self.student.outside()
+            self.head_embeddings = self.student.head_embedding_weights()
             self.states, calls = self._embedded(ids, {})
             self.calls = [call.to(written.device) for call in calls]
             original = self.states
             if any(
                 target.kind != "head" for target in written.head_embeddings()
             ):  # the quantized model starts from other embeddings
-                self.states = self._embedded(ids, self.outside)[0]
+                self.states = self._embedded(ids, self.head_embeddings)[0]
             else:
                 self.states = [state.clone() for state in original]
             self.targets = self._original(original)
@@ -281,10 +281,12 @@ class _Pass:
             )
         return result
 
-    def _embedded(self, ids: Tensor, outside: dict[str, Tensor]) -> tuple[list[Tensor], list[BlockArguments]]:
+    def _embedded(self, ids: Tensor, head_embeddings: dict[str, Tensor]) -> tuple[list[Tensor], list[BlockArguments]]:
         """States in front of block 0, one tensor per step, and every block's arguments."""
         written, tokens = self.written, self.batches[0].numel()
-        found = embed(written.model, written.blocks, written.weights, ids, written.device, None, tokens, outside)
+        found = embed(
+            written.model, written.blocks, written.weights, ids, written.device, None, tokens, head_embeddings
+        )
         return found.states, found.calls
 
     def _original(self, found: list[Tensor]) -> list[Tensor]:
@@ -298,8 +300,8 @@ class _Pass:
             with loaded(written.weights, written.blocks, index, written.device) as block:
                 advance(block, found, self.calls[index])
         self.listen("original", len(written.blocks), len(written.blocks), "")
-        outside = [name for name in written.weights.parameters if not name.startswith(f"{written.blocks.prefix}.")]
-        load_parameters(written.model, written.weights, outside, written.device)
+        plain = [name for name in written.weights.parameters if not name.startswith(f"{written.blocks.prefix}.")]
+        load_parameters(written.model, written.weights, plain, written.device)
         for step, state in enumerate(found):
             found[step] = forward_norm(
                 written.model, written.blocks, self.batches[step].to(written.device), state.to(written.device)
@@ -360,8 +362,12 @@ class _Pass:
 
     def _quantized_head(self) -> dict[str, Tensor]:
         """The head's weight as it was written, where that is quantized; the tied matrix under both of its names."""
-        tied = {name: self.outside[twin] for name, twin in self.written.weights.tied.items() if twin in self.outside}
-        return {**self.outside, **tied}
+        tied = {
+            name: self.head_embeddings[twin]
+            for name, twin in self.written.weights.tied.items()
+            if twin in self.head_embeddings
+        }
+        return {**self.head_embeddings, **tied}
 
     @torch.no_grad()
     def _judge(self, rounded: bool = False) -> float:

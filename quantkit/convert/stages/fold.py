@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.algorithms.awq import Consumer, search_factors, thin_stack
 from quantkit.algorithms.hqq import search_channel_factors
-from quantkit.algorithms.smooth import Reader, smooth_factors
+from quantkit.algorithms.smooth import FoldReader, smooth_factors
 from quantkit.calibrate.stats import LARGEST_NORM
 from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import BlockResult, InputGroup
@@ -99,7 +99,7 @@ def missing_folds(found: Mapping[str, Mapping[str, bool]]) -> list[str]:
     return notes
 
 
-def few_tokens(states: Sequence[Tensor], tokens: int) -> Tensor:
+def take_tokens(states: Sequence[Tensor], tokens: int) -> Tensor:
     """Pick a few finite tokens [1, tokens, hidden] of the hidden states.
 
     They are the beginning of the first window where all are finite, else the first that are. Folds are found by
@@ -141,14 +141,16 @@ def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str |
     return (found.values, None) if found.fallback is None else (one, found.fallback)
 
 
-def _readers(folding: Folding, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]) -> list[Reader]:
+def _readers(
+    folding: Folding, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]
+) -> list[FoldReader]:
     """What the fold's channels are read by: the linears that will be quantized."""
     found = []
     for group in groups:
         for name in group.names:
             if f"{prefix}.{name}" in folding.targets and name in fold.consumers and group.largest is not None:
                 weights = block.get_parameter(f"{name}.weight").abs().amax(0)
-                found.append(Reader(group.largest, weights, fold.consumers[name]))
+                found.append(FoldReader(group.largest, weights, fold.consumers[name]))
     return found
 
 

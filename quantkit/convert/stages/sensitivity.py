@@ -58,7 +58,7 @@ class SensitivityPass:
     ) -> None:
         self.model: Any = weights.model
         self.weights, self.blocks, self.device = weights, blocks, device
-        self.ids, self.file, self.search = ids[:WINDOWS, :TOKENS], folder / "probe.bin", search
+        self.ids, self.file, self.search = ids[:WINDOWS, :TOKENS], folder / "sensitivity.bin", search
         self.guided, self.folds = frozenset(guided), folds
         self.short: list[BlockArguments] = []  # arguments of every block for few tokens, which show what can be scaled
         self.draws = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(seed))
@@ -86,13 +86,13 @@ class SensitivityPass:
                 self.file.unlink(missing_ok=True)
             for unit in units:
                 if unit.kind != "linear":
-                    found[unit.members] = self._outside(unit, gradients, head)
+                    found[unit.members] = self._head_or_embedding(unit, gradients, head)
         on_step(total, total)
         return Measured([found[unit.members] for unit in units], channels, guides if self.guided else None)
 
     @contextmanager
     def _outside_loaded(self) -> Iterator[None]:
-        """Embeddings, norm and head on the device, as long as the probe runs."""
+        """Embeddings, norm and head on the device, as long as the measurement runs."""
         inside = f"{self.blocks.prefix}."
         for name in self.weights.sources:
             if not name.startswith(inside) and name not in self.weights.tied:
@@ -219,7 +219,9 @@ class SensitivityPass:
         return partial(rounded, scheme=scheme, search=self.search)
 
     @torch.no_grad()
-    def _outside(self, unit: Unit, gradients: Sequence[Tensor], head: sensitivity.HeadReads | None) -> list[float]:
+    def _head_or_embedding(
+        self, unit: Unit, gradients: Sequence[Tensor], head: sensitivity.HeadReads | None
+    ) -> list[float]:
         """Head, embeddings, or the matrix that is both: the sum of what it does in each place."""
         weight = self.model.get_parameter(f"{unit.members[0]}.weight")
         found = [0.0] * len(unit.options)

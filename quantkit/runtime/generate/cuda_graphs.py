@@ -44,38 +44,41 @@ class Answering(Protocol):
 class Mailbox:
     """Tokens on their way from the device: ``put`` does not wait, ``get`` waits until that step is done."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, sequences: int, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._places = torch.zeros(LAG + 2, rows, dtype=torch.int64, pin_memory=self._cuda)
+        self._host_tokens = torch.zeros(LAG + 2, sequences, dtype=torch.int64, pin_memory=self._cuda)
         self._done = [torch.cuda.Event() for _ in range(LAG + 2)] if self._cuda else []
 
     def put(self, number: int, tokens: Tensor) -> None:
-        place = number % (LAG + 2)
-        self._places[place].copy_(tokens, non_blocking=True)
+        index = number % (LAG + 2)
+        self._host_tokens[index].copy_(tokens, non_blocking=True)
         if self._cuda:
-            self._done[place].record(torch.cuda.current_stream(tokens.device))
+            self._done[index].record(torch.cuda.current_stream(tokens.device))
 
     def get(self, number: int) -> list[int]:
-        place = number % (LAG + 2)
+        index = number % (LAG + 2)
         if self._cuda:
-            self._done[place].synchronize()
-        found: list[int] = self._places[place].tolist()
+            self._done[index].synchronize()
+        found: list[int] = self._host_tokens[index].tolist()
         return found
 
 
 class Slot:
-    """Static tensors for ``rows`` sequences of up to ``tokens`` positions, and a graph for each ``SamplingMode``."""
+    """Static tensors for a number of sequences, and a graph for each ``SamplingMode``.
 
-    def __init__(self, rows: int, tokens: int, step: GpuStep, head: Any, specs: Sequence[LayerSpec]) -> None:
+    sequences: how many. tokens: positions that the longest may have.
+    """
+
+    def __init__(self, sequences: int, tokens: int, step: GpuStep, head: Any, specs: Sequence[LayerSpec]) -> None:
         device = step.device
-        self.rows, self.tokens, self.step, self.head = rows, tokens, step, head
-        self.tables = DeviceTables(rows, tokens, specs, step.heads.dim, device)
-        ids = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self.state = State(ids, self.tables, step.workspace(rows, specs), step.reach(tokens))
-        self.choices = DeviceSampler(rows, device)
-        self.uniform = torch.zeros(rows, tokens, dtype=torch.float64, device=device)
+        self.sequences, self.tokens, self.step, self.head = sequences, tokens, step, head
+        self.tables = DeviceTables(sequences, tokens, specs, step.heads.dim, device)
+        ids = torch.zeros(sequences, 1, dtype=torch.int64, device=device)
+        self.state = State(ids, self.tables, step.workspace(sequences, specs), step.reach(tokens))
+        self.choices = DeviceSampler(sequences, device)
+        self.uniform = torch.zeros(sequences, tokens, dtype=torch.float64, device=device)
         self.chosen = torch.zeros(1, dtype=torch.int64, device=device)  # tokens chosen since ``fill``
-        self.mailbox = Mailbox(rows, device)
+        self.mailbox = Mailbox(sequences, device)
         self.graphs: dict[SamplingMode, Any] = {}
 
     def run(self, mode: SamplingMode) -> None:
@@ -85,7 +88,7 @@ class Slot:
         self.take(logits, mode)
 
     def take(self, logits: Tensor, mode: SamplingMode) -> None:
-        """Choose from logits ``[rows, vocab]``, for the next step to read."""
+        """Choose from logits ``[sequences, vocab]``, for the next step to read."""
         uniform = self.uniform.index_select(1, self.chosen)[:, 0] if mode.draws else self.uniform[:, 0]
         tokens = self.choices.choose(logits, uniform, mode)
         self.state.ids.copy_(tokens[:, None])
@@ -140,8 +143,8 @@ class GraphDecoder:
             finally:
                 self.guard.release()
 
-    def takes(self, rows: int) -> bool:
-        return rows <= BUCKETS[-1] and not self.broken and self.step.reads(self.specs)
+    def takes(self, sequences: int) -> bool:
+        return sequences <= BUCKETS[-1] and not self.broken and self.step.reads(self.specs)
 
     def begin(self, cache: KVCache, live: Sequence[Answering], logits: Tensor, until: int) -> Run | None:
         """Start decoding after a prompt; None where steps must be run one by one.
@@ -166,11 +169,11 @@ class GraphDecoder:
         Without one where capturing failed (``broken``): the slot launches kernel by kernel then.
         """
         mode = SamplingMode.of(options)
-        rows = bucket(len(options))
+        sequences = bucket(len(options))
         self._tokens = max(self._tokens, 1 << (until - 1).bit_length())
-        slot = self._slots.get(rows)
+        slot = self._slots.get(sequences)
         if slot is None or slot.tokens < until:
-            slot = self._slots[rows] = Slot(rows, self._tokens, self.step, self.head, self.specs)
+            slot = self._slots[sequences] = Slot(sequences, self._tokens, self.step, self.head, self.specs)
         if mode.penalizes and slot.choices.seen is None:
             slot.choices.remember([], self.vocab)
         if self.capture and not self.broken and mode not in slot.graphs:
@@ -213,12 +216,12 @@ class Run:
         self.loop, self.slot, self.cache, self.live, self.until = loop, slot, cache, list(live), until
         self.mode = SamplingMode.of([one.options for one in live])
         self._draws = [one.sampler.uniforms(one.options.max_tokens) for one in live]
-        self._rows = list(range(len(live)))  # of the slot, of the sequences that still answer
+        self._live_indices = list(range(len(live)))  # of the slot, of the sequences that still answer
         self._launched = self._read = (
             0  # steps since ``_start``, the one that is not a step (the prompt's logits) included
         )
         self._start()
-        whole = logits.new_zeros(slot.rows, logits.shape[-1])
+        whole = logits.new_zeros(slot.sequences, logits.shape[-1])
         whole[: len(live)] = logits
         slot.take(whole, self.mode)
         self._post()
@@ -241,11 +244,11 @@ class Run:
         Pages of sequences that left stay until the slot shrinks.
         """
         read = self._read - 1
-        return sum(self.cache.sequence_bytes(self._lengths[row] + read) for row in self._rows)
+        return sum(self.cache.sequence_bytes(self._lengths[index] + read) for index in self._live_indices)
 
     def next(self) -> list[int]:
         """The next token of every sequence."""
-        smaller = bucket(len(self._rows)) < self.slot.rows
+        smaller = bucket(len(self._live_indices)) < self.slot.sequences
         if smaller and self._launched == self._read:
             self._shrink()
             smaller = False
@@ -254,11 +257,11 @@ class Run:
             self._post()
         tokens = self.slot.mailbox.get(self._read)
         self._read += 1
-        return [tokens[row] for row in self._rows]
+        return [tokens[index] for index in self._live_indices]
 
     def keep(self, kept: Sequence[int]) -> None:
         """Go on with these sequences only."""
-        self._rows = [self._rows[i] for i in kept]
+        self._live_indices = [self._live_indices[i] for i in kept]
         self.live = [self.live[i] for i in kept]
         self._draws = [self._draws[i] for i in kept]
 
@@ -267,22 +270,22 @@ class Run:
         steps = self._launched - 1
         for layer in self.cache.layers:
             commit(layer, [length + steps for length in self._lengths])
-        rows = torch.tensor(self._rows, device=self.slot.chosen.device)
-        last = self.slot.state.ids[rows]
-        self.cache.select(self._rows)
+        indices = torch.tensor(self._live_indices, device=self.slot.chosen.device)
+        last = self.slot.state.ids[indices]
+        self.cache.select(self._live_indices)
         self.until -= self._base + steps - self.cache.length  # the longest sequence may have left
-        self._rows = [*range(len(rows))]
+        self._live_indices = [*range(len(indices))]
         self._launched = self._read = 1
         self.mode = SamplingMode.of([one.options for one in self.live])
         self.slot = self.loop.slot([one.options for one in self.live], self.until)
         self._start()
-        self.slot.state.ids[: len(rows)] = last
+        self.slot.state.ids[: len(indices)] = last
 
     def close(self) -> None:
         """Let another batch begin."""
         self.loop.guard.release()
 
 
-def bucket(rows: int) -> int:
+def bucket(sequences: int) -> int:
     """The batch size that so many sequences run in."""
-    return next(size for size in BUCKETS if size >= rows)
+    return next(size for size in BUCKETS if size >= sequences)

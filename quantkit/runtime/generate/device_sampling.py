@@ -37,14 +37,16 @@ class SamplingMode:
 
 
 class DeviceSampler:
-    """Options of ``rows`` sequences as tensors on a device; rows beyond those that are set take the most likely token.
+    """Options of a number of sequences as tensors on a device.
 
-    seen: bool ``[rows, vocab]``, tokens of prompt and answer, once ``penalizes`` was asked for.
+    Sequences beyond those that are set take the most likely token.
+
+    seen: bool ``[sequences, vocab]``, tokens of prompt and answer, once ``penalizes`` was asked for.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, sequences: int, device: torch.device) -> None:
         def column(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((rows, 1), value, dtype=dtype, device=device)
+            return torch.full((sequences, 1), value, dtype=dtype, device=device)
 
         self.drawn = column(0, torch.bool)
         self.temperature = column(1.0, torch.float64)
@@ -55,7 +57,7 @@ class DeviceSampler:
         self.seen: Tensor | None = None
 
     def fill(self, options: Sequence[GenerationOptions]) -> None:
-        """Set the first rows; the others become greedy."""
+        """Set the first sequences; the others become greedy."""
         for name, values, other in (
             ("drawn", [one.temperature > 0 for one in options], 0),
             ("temperature", [one.temperature or 1.0 for one in options], 1.0),
@@ -68,19 +70,19 @@ class DeviceSampler:
             whole = [*values, *[other] * (len(tensor) - len(options))]
             tensor.copy_(torch.tensor(whole, dtype=torch.float64)[:, None])
 
-    def remember(self, rows: Sequence[Sequence[int]], vocab: int) -> None:
-        """Set what was seen of the first rows."""
+    def remember(self, sequences: Sequence[Sequence[int]], vocab: int) -> None:
+        """Set what was seen of the first sequences."""
         if self.seen is None:
             self.seen = torch.zeros(len(self.drawn), vocab, dtype=torch.bool, device=self.drawn.device)
         seen = torch.zeros(self.seen.shape, dtype=torch.bool)
-        for row, tokens in enumerate(rows):
+        for row, tokens in enumerate(sequences):
             seen[row, torch.tensor(sorted(set(tokens)), dtype=torch.int64)] = True
         self.seen.copy_(seen)
 
     def choose(self, logits: Tensor, uniform: Tensor, mode: SamplingMode) -> Tensor:
-        """Tokens int64 ``[rows]`` from logits ``[rows, vocab]``.
+        """Tokens int64 ``[sequences]`` from logits ``[sequences, vocab]``.
 
-        uniform: float64 ``[rows]``, used where a row draws.
+        uniform: float64 ``[sequences]``, used where a sequence draws.
         """
         logits = logits.float()
         if mode.penalizes and self.seen is not None:

@@ -39,17 +39,20 @@ def fill(
     Tied weights stay one tensor. Raises SourceError naming what is missing or left over, CheckpointError for a
     quantized module that does not fit.
     """
-    places = place_modules(module, reader, str(source.path))
-    shared = {} if dequantize else tied_heads(module, source, places)
+    module_names = find_modules(module, reader, str(source.path))
+    shared = {} if dequantize else tied_heads(module, source, module_names)
     if not dequantize:
-        for name in [*places.values(), *shared.values()]:  # before Weights looks for names: they have no dense weight
+        for name in [
+            *module_names.values(),
+            *shared.values(),
+        ]:  # before Weights looks for names: they have no dense weight
             module.get_submodule(name)._parameters.pop("weight")
-    weights = Weights(module, _Plain(source, reader, places, module, dequantize), dtype)
+    weights = Weights(module, _Plain(source, reader, module_names, module, dequantize), dtype)
     if dequantize:
-        _round_inputs(module, reader, places)
+        _round_inputs(module, reader, module_names)
     else:
-        load_packed(module, source, reader, places, shared, device, dtype, kernel)
-    _load_dense(module, weights, {f"{name}.weight" for name in places.values()}, device)
+        load_packed(module, source, reader, module_names, shared, device, dtype, kernel)
+    _load_dense(module, weights, {f"{name}.weight" for name in module_names.values()}, device)
     for name, buffer in list(module.named_buffers()):
         owner, _, local = name.rpartition(".")
         module.get_submodule(owner)._buffers[local] = buffer.to(device)
@@ -61,12 +64,12 @@ def fill(
 
 
 def load_packed(
-    module: Any, source: Source, reader: QuantizedReader, places: dict[str, str], shared: dict[str, str],
+    module: Any, source: Source, reader: QuantizedReader, module_names: dict[str, str], shared: dict[str, str],
     device: torch.device, dtype: torch.dtype, kernel: str | None,
 ) -> None:  # fmt: skip
     """Pack every quantized module for the device. shared: packed embedding -> the head that reads it too."""
     unpacked = 0
-    for stored, name in places.items():
+    for stored, name in module_names.items():
         owner: Any = module.get_submodule(name)
         packed = pack(read_module(source, reader, stored, _shape(owner)), device=device, kernel=kernel)
         if isinstance(owner, nn.Embedding):
@@ -95,13 +98,13 @@ def read_module(
     return value
 
 
-def tied_heads(module: Any, source: Source, places: dict[str, str]) -> dict[str, str]:
+def tied_heads(module: Any, source: Source, module_names: dict[str, str]) -> dict[str, str]:
     """Packed embedding -> the head that is tied to it, where the file stores no matrix for the head."""
-    taken = {*places.values(), *(name.removesuffix(".weight") for name in source.names())}
+    taken = {*module_names.values(), *(name.removesuffix(".weight") for name in source.names())}
     tied = {
         first.removesuffix(".weight"): twin.removesuffix(".weight") for twin, first in tied_parameters(module).items()
     }
-    return {name: tied[name] for name in places.values() if name in tied and tied[name] not in taken}
+    return {name: tied[name] for name in module_names.values() if name in tied and tied[name] not in taken}
 
 
 def _shape(owner: Any) -> tuple[int, int]:
@@ -141,16 +144,16 @@ def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tupl
     Read (and dequantized) one at a time, whatever the format. Raises SourceError and CheckpointError as ``fill`` does.
     """
     reader = QuantizedReader(source)
-    places = place_modules(module, reader, str(source.path))
-    _round_inputs(module, reader, places)
-    return Weights(module, _Plain(source, reader, places, module, True), dtype), {
-        f"{name}.weight" for name in places.values()
+    module_names = find_modules(module, reader, str(source.path))
+    _round_inputs(module, reader, module_names)
+    return Weights(module, _Plain(source, reader, module_names, module, True), dtype), {
+        f"{name}.weight" for name in module_names.values()
     }
 
 
-def _round_inputs(module: nn.Module, reader: QuantizedReader, places: dict[str, str]) -> None:
+def _round_inputs(module: nn.Module, reader: QuantizedReader, module_names: dict[str, str]) -> None:
     """Give every float linear whose activations are quantized what its packed twin computes with."""
-    for stored, name in places.items():
+    for stored, name in module_names.items():
         scheme = reader.scheme(stored)
         if isinstance(scheme, Scheme) and scheme.activations is not None:
             module.get_submodule(name).register_forward_pre_hook(round_input)
@@ -162,22 +165,22 @@ def _equal(weights: Weights, name: str, twin: str) -> bool:
     return own == other or torch.equal(weights.source.read(own), weights.source.read(other))
 
 
-def place_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:
+def find_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:
     """Quantized module of the file -> the module of the model that it belongs to.
 
     Call it while each module still has its weight. Raises CheckpointError if the model has no linear layer or embedding
     for one.
     """
     naming = Naming(module)
-    places: dict[str, str] = {}
+    module_names: dict[str, str] = {}
     for stored in reader.modules:
         name = naming.module(stored)
         if name is None or not isinstance(module.get_submodule(name), (nn.Linear, nn.Embedding)):
             raise CheckpointError(
                 f"{where}: holds a quantized weight for {stored!r}, but the model has no linear layer of that name."
             )
-        places[stored] = name
-    return places
+        module_names[stored] = name
+    return module_names
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
@@ -192,11 +195,11 @@ class _Plain:
     """
 
     def __init__(
-        self, source: Source, reader: QuantizedReader, places: dict[str, str], module: Any, dense: bool
+        self, source: Source, reader: QuantizedReader, module_names: dict[str, str], module: Any, dense: bool
     ) -> None:
         self.source, self.reader = source, reader
         self.path, self.config = source.path, source.config
-        owners = {stored: module.get_submodule(name) for stored, name in places.items()}
+        owners = {stored: module.get_submodule(name) for stored, name in module_names.items()}
         biases = {f"{stored}.bias" for stored, owner in owners.items() if getattr(owner, "bias", None) is None}
         self._plain = [name for name in reader.plain_names() if name not in biases or bool(source.read(name).any())]
         self._dense: dict[str, tuple[int, int]] = {}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.algorithms.smooth import Reader, smooth_factors
+from quantkit.algorithms.smooth import FoldReader, smooth_factors
 from quantkit.core import affine
 from quantkit.core.activations import round_tokens
 from quantkit.core.scheme import Scheme
 
 
-def reader(inputs: list[float], weights: list[float], channels: list[int] | None = None) -> Reader:
-    return Reader(torch.tensor(inputs), torch.tensor(weights), torch.tensor(channels or range(len(inputs))))
+def reader(inputs: list[float], weights: list[float], channels: list[int] | None = None) -> FoldReader:
+    return FoldReader(torch.tensor(inputs), torch.tensor(weights), torch.tensor(channels or range(len(inputs))))
 
 
 def test_factors_are_equation_4_up_to_a_common_factor() -> None:
@@ -49,5 +49,5 @@ def test_smoothing_lowers_the_error_of_a_product_with_outliers() -> None:
         y = round_tokens(x / s) @ affine.dequantize(codes, scale, zeros, scheme).T
         return float((y - x @ weight.T).norm())
 
-    one = Reader(x.abs().amax(0), weight.abs().amax(0), torch.arange(64))
+    one = FoldReader(x.abs().amax(0), weight.abs().amax(0), torch.arange(64))
     assert error(smooth_factors([one], 64)) < 0.4 * error(torch.ones(64))

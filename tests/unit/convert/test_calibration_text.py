@@ -14,7 +14,7 @@ from torch import nn
 from quantkit.algorithms.distil import ADAM_STEP_TOKENS
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan import self_calibration
-from quantkit.convert.plan.calibration_text import few_tokens, unused_windows
+from quantkit.convert.plan.calibration_text import too_few_tokens, unused_windows
 from quantkit.convert.plan.random_tokens import TOKENS, draw
 from quantkit.convert.plan.self_calibration import cut, first_tokens, note, planned, sequences, windows_in_all
 from quantkit.errors import RequestError, SourceError
@@ -107,10 +107,10 @@ def blocks(*widths: int) -> Any:
 
 
 def test_fewer_tokens_than_the_widest_linear_has_inputs_are_noted() -> None:
-    assert few_tokens(48, blocks(16, 48, 32)) == []
-    (told,) = few_tokens(47, blocks(16, 48, 32))
+    assert too_few_tokens(48, blocks(16, 48, 32)) == []
+    (told,) = too_few_tokens(47, blocks(16, 48, 32))
     assert told.startswith("47 calibration tokens are fewer than the 48 inputs of the widest linear")
-    assert few_tokens(0, blocks()) == []
+    assert too_few_tokens(0, blocks()) == []
 
 
 def test_experts_do_not_count_among_the_widest() -> None:
@@ -121,8 +121,8 @@ def test_experts_do_not_count_among_the_widest() -> None:
     experts = {module.in_features for inside, found in linears for name, module in found.items() if name in inside}
     others = {module.in_features for inside, found in linears for name, module in found.items() if name not in inside}
     assert max(experts) == 160 > max(others)
-    assert few_tokens(max(others), SimpleNamespace(modules=modules)) == []
-    assert len(few_tokens(max(others) - 1, SimpleNamespace(modules=modules))) == 1
+    assert too_few_tokens(max(others), SimpleNamespace(modules=modules)) == []
+    assert len(too_few_tokens(max(others) - 1, SimpleNamespace(modules=modules))) == 1
 
 
 def test_windows_that_do_not_fill_a_step_are_noted_with_their_number() -> None:

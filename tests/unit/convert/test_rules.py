@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantkit.convert.options.rules import choose_schemes, parse_rule, parse_rules, split_siblings
+from quantkit.convert.options.rules import choose_schemes, parse_rule, parse_rules, split_fused
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
@@ -117,11 +117,11 @@ def test_a_rule_in_the_shadow_of_earlier_ones_is_a_problem() -> None:
     ],
 )  # fmt: skip
 def test_fused_siblings_with_different_schemes_are_found(rules: tuple[str, ...], problems: int) -> None:
-    assert len(split_siblings(chosen(*rules))) == problems
+    assert len(split_fused(chosen(*rules))) == problems
 
 
-def test_the_remedy_for_split_siblings_mends_them() -> None:
-    sentence = split_siblings(chosen("*.v_proj=bits:8"))[0]
+def test_the_remedy_for_split_fused_linears_mends_them() -> None:
+    sentence = split_fused(chosen("*.v_proj=bits:8"))[0]
     assert sentence.startswith("model.layers.0.self_attn and 11 more: q_proj W4 g128 asym, v_proj W8 g128 asym")
     remedy = sentence.partition("all of them, '")[2].partition("=...'")[0]
     assert changed(f"{remedy}=bits:8") == {name for name in LINEARS if "self_attn" in name}
@@ -130,6 +130,6 @@ def test_the_remedy_for_split_siblings_mends_them() -> None:
 def test_experts_of_one_layer_are_siblings() -> None:
     names = [f"model.layers.0.mlp.experts.{i}.{p}" for i in range(3) for p in ("gate_proj", "up_proj", "down_proj")]
     one = choose_schemes(parse_rules(["experts.1.down_proj=bits:8"], BASE), BASE, names, [])
-    assert "model.layers.0.mlp.experts" in split_siblings(one.schemes)[0]
+    assert "model.layers.0.mlp.experts" in split_fused(one.schemes)[0]
     every = choose_schemes(parse_rules(["*.experts.*=bits:8"], BASE), BASE, names, [])
-    assert split_siblings(every.schemes) == []
+    assert split_fused(every.schemes) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from architectures import tiny_config
 
-from quantkit.checkpoint.names import Place
+from quantkit.checkpoint.names import ParameterPart
 from quantkit.model.naming import Naming
 from quantkit.model.skeleton import build_skeleton
 
@@ -22,7 +22,7 @@ def test_one_tensor_per_expert_is_understood_and_written(kind: str) -> None:
     for projection, local in FAMILIES[kind].items():
         parameter = f"model.layers.2.mlp.experts.3.{projection}.weight"
         stored = f"model.layers.2.{holder}.experts.3.{local}.weight"
-        assert naming.places(stored) == [Place(parameter)]
+        assert naming.parts_of(stored) == [ParameterPart(parameter)]
         assert naming.written(parameter) == stored
         assert naming.module(stored.removesuffix(".weight")) == parameter.removesuffix(".weight")
     assert naming.written("model.layers.2.mlp.gate.weight") == f"model.layers.2.{holder}.gate.weight"
@@ -32,11 +32,11 @@ def test_one_tensor_per_expert_is_understood_and_written(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_fused_tensor_holds_every_expert(kind: str) -> None:
     naming = Naming(build_skeleton(tiny_config(kind)))
-    places = naming.places("model.layers.0.mlp.experts.gate_up_proj")
-    assert len(places) == 8
-    assert places[2] == Place("model.layers.0.mlp.experts.1.gate_proj.weight", 1)
+    parts = naming.parts_of("model.layers.0.mlp.experts.gate_up_proj")
+    assert len(parts) == 8
+    assert parts[2] == ParameterPart("model.layers.0.mlp.experts.1.gate_proj.weight", 1)
     assert naming.module("model.layers.0.mlp.experts.gate_up_proj") is None
-    biases = naming.places("model.layers.0.mlp.experts.down_proj_bias")
+    biases = naming.parts_of("model.layers.0.mlp.experts.down_proj_bias")
     assert len(biases) == (4 if kind == "gpt_oss" else 0)
 
 
@@ -44,4 +44,4 @@ def test_what_is_no_parameter_has_no_place() -> None:
     naming = Naming(build_skeleton(tiny_config("mixtral")))
     for name in ("model.layers.0.block_sparse_moe.experts.4.w1.weight", "model.layers.0.mlp.experts.x.w1.weight",
                  "model.layers.0.mlp.experts.0.w4.weight", "model.layers.0.mlp.experts.gate_up_proj_blocks"):  # fmt: skip
-        assert naming.places(name) == []
+        assert naming.parts_of(name) == []

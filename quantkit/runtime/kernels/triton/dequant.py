@@ -107,9 +107,11 @@ def dequantize_kernel(
     """Rows ``index[0:count]`` (LOOKUP) or ``start : start + count`` of W into ``out [count, K]``."""
     carrier: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
     brick = tl.program_id(0)
-    places = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    live = places < count
-    rows = tl.load(index + places, mask=live, other=0) if LOOKUP else tl.minimum(start + places, start + count - 1)
+    positions = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = positions < count
+    rows = (
+        tl.load(index + positions, mask=live, other=0) if LOOKUP else tl.minimum(start + positions, start + count - 1)
+    )
     block = rows // 64
     inner = tl.arange(0, WIDTH)
     at = words + (block.to(tl.int64) * bricks + brick)[:, None] * (64 * WIDTH) + (rows % 64)[:, None] * WIDTH
@@ -135,5 +137,5 @@ def dequantize_kernel(
             value = signed_bytes(raw, minus, ASYM, ASM)
         k = k0 + inner
         mask = live[:, None] if EVEN else live[:, None] & (k < K)[None, :]
-        target = out + places.to(tl.int64)[:, None] * stride_out + k[None, :]
+        target = out + positions.to(tl.int64)[:, None] * stride_out + k[None, :]
         tl.store(target, (value.to(tl.float32) * scale).to(out.dtype.element_ty), mask=mask)

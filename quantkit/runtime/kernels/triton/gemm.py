@@ -91,14 +91,14 @@ def activate(gate, up, ACT: tl.constexpr):
 def add_up(acc, work, lock, tile, part, parts, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
     """Leave a partial sum; returns (is this the last program of its tile, the whole sum in the order of K)."""
     inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    places = work + tile.to(tl.int64) * parts * (BLOCK_N * BLOCK_M) + inside
-    tl.store(places + part * (BLOCK_N * BLOCK_M), acc)
+    pointers = work + tile.to(tl.int64) * parts * (BLOCK_N * BLOCK_M) + inside
+    tl.store(pointers + part * (BLOCK_N * BLOCK_M), acc)
     tl.debug_barrier()  # every thread's share is written before the counter says so
     last = tl.atomic_add(lock + tile, 1, sem="acq_rel") == parts - 1
     if last:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for other in range(parts):
-            acc += tl.load(places + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+            acc += tl.load(pointers + other * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
         tl.store(lock + tile, 0)
     return last, acc
 
