@@ -36,12 +36,17 @@ class InputGroup:
 class BlockResult:
     """Everything that checkpoint, verification and report need of one block."""
 
-    parts: dict[str, Tensor] = field(default_factory=dict)  # by stored name
-    digests: dict[str, str] = field(default_factory=dict)  # module name -> decision_sha256
+    # By stored name.
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    # Module name -> decision_sha256.
+    digests: dict[str, str] = field(default_factory=dict)
     layers: list[LayerReport] = field(default_factory=list)
-    kv: dict[str, LayerRanges] = field(default_factory=dict)  # by attention module
-    notes: list[str] = field(default_factory=list)  # end in the report, the JSON and the manifest
-    folds: dict[str, dict[str, bool]] = field(default_factory=dict)  # block -> kind of producer -> can be scaled
+    # By attention module.
+    kv: dict[str, LayerRanges] = field(default_factory=dict)
+    # End in the report, the JSON and the manifest.
+    notes: list[str] = field(default_factory=list)
+    # Block -> kind of producer -> can be scaled.
+    folds: dict[str, dict[str, bool]] = field(default_factory=dict)
     # block -> before, after: ``tune.block_error`` of its output on text held back, weighted by channel; step: of
     # learning that was the best
     tuning: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -92,12 +97,16 @@ class LayerReport:
     relative_weight_error: float | None
     relative_output_error: float | None
     weights: int
-    bits: int  # stored, scales and zeros counted
+    # Stored, scales and zeros counted.
+    bits: int
     damping: float | None = None
     fallback: str | None = None
-    raised_scales: int = 0  # groups whose scale was raised to the smallest normal fp16
-    tokens: int = 0  # calibration tokens behind its statistics, 0 without data
-    dropped_tokens: int = 0  # tokens that were left out because they were not finite
+    # Groups whose scale was raised to the smallest normal fp16.
+    raised_scales: int = 0
+    # Calibration tokens behind its statistics, 0 without data.
+    tokens: int = 0
+    # Tokens that were left out because they were not finite.
+    dropped_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -42,33 +42,47 @@ class ConvertOptions:
     preset: str | None = None
     method: str = "gptq"
     bits: int = 4
-    group_size: int | str | None = 128  # with a target: what all groups have, or "auto": chosen with the bits
-    target_bpw: float | None = None  # bits per weight of the whole checkpoint, instead of bits
-    target_size: int | str | None = None  # its tensors' bytes: 3_500_000_000 or "3.5GB"
+    # With a target: what all groups have, or "auto": chosen with the bits.
+    group_size: int | str | None = 128
+    # Bits per weight of the whole checkpoint, instead of bits.
+    target_bpw: float | None = None
+    # Its tensors' bytes: 3_500_000_000 or "3.5GB".
+    target_size: int | str | None = None
     symmetric: bool = False
     scales: str = "search"
     scale_dtype: str = "float16"
-    activations: str | None = None  # "int8": see core.scheme
-    rules: tuple[str, ...] = ()  # quantkit.convert.options.rules
+    # "int8": see core.scheme.
+    activations: str | None = None
+    # quantkit.convert.options.rules.
+    rules: tuple[str, ...] = ()
     format: str = "compressed-tensors"
-    kv_bits: int | str = 16  # see core.kvscheme.KVScheme.of
+    # See core.kvscheme.KVScheme.of.
+    kv_bits: int | str = 16
     kv_scales: str = "online"
-    kv_budget: float | None = None  # bits on average, instead of kv_bits
+    # Bits on average, instead of kv_bits.
+    kv_budget: float | None = None
     calibration: str = "wikipedia-sample"
     samples: int = 128
     seq_len: int = 1024
     damping: float = 0.01
-    fold: bool = False  # gptq: scale channels first, by AWQ's search
-    guided: bool = False  # gptq: tokens count by what they mean to the model's output, see algorithms.guide
-    rotate: bool = False  # residual stream and values, see model.rotate
-    gptaq: bool = False  # gptq: aim at what the original model's inputs give
-    tune_steps: int = 120  # of learning, per block: --method tune
-    distil: int = 0  # windows of the end-to-end pass, see convert.distil; 0: none
+    # gptq: scale channels first, by AWQ's search.
+    fold: bool = False
+    # gptq: tokens count by what they mean to the model's output, see algorithms.guide.
+    guided: bool = False
+    # Residual stream and values, see model.rotate.
+    rotate: bool = False
+    # gptq: aim at what the original model's inputs give.
+    gptaq: bool = False
+    # Of learning, per block: --method tune.
+    tune_steps: int = 120
+    # Windows of the end-to-end pass, see convert.distil; 0: none.
+    distil: int = 0
     seed: int = 0
     strict_groups: bool = False
     overwrite: bool = False
     device: str = "auto"
-    matmul_precision: str = "auto"  # of float32 matrices: see calibrate.matmul_precision
+    # Of float32 matrices: see calibrate.matmul_precision.
+    matmul_precision: str = "auto"
     resume: bool = False
     work_dir: Path | None = None
 

@@ -33,11 +33,15 @@ class Prediction:
 
     host: int
     device: int
-    disk: int  # peak of work folder and output together
-    work: int  # of the work folder alone: finished parts, and the hidden states twice
+    # Peak of work folder and output together.
+    disk: int
+    # Of the work folder alone: finished parts, and the hidden states twice.
+    work: int
     output: int
-    phases: dict[str, int]  # what each phase adds to the resident size at the start
-    busiest: str = ""  # the phase that takes ``device``
+    # What each phase adds to the resident size at the start.
+    phases: dict[str, int]
+    # The phase that takes ``device``.
+    busiest: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -53,39 +57,59 @@ class Prediction:
 class Sizes:
     """The sizes that the prediction is made from: element counts, and bytes where named so."""
 
-    before_blocks: int  # parameters loaded to embed tokens
+    # Parameters loaded to embed tokens.
+    before_blocks: int
     stored_itemsize: int
-    largest_plain: int  # elements of the largest tensor copied unchanged
-    block: int  # parameters of the largest block
-    widths: tuple[int, ...]  # in_features of each distinct input of the largest block
-    widest: int  # in_features of any linear of any block
-    largest_parameter: int  # elements of the largest parameter of a block
-    largest_group: int  # elements of the largest stack of linears with one input
-    inner: int  # activations per token inside a block
+    # Elements of the largest tensor copied unchanged.
+    largest_plain: int
+    # Parameters of the largest block.
+    block: int
+    # in_features of each distinct input of the largest block.
+    widths: tuple[int, ...]
+    # in_features of any linear of any block.
+    widest: int
+    # Elements of the largest parameter of a block.
+    largest_parameter: int
+    # Elements of the largest stack of linears with one input.
+    largest_group: int
+    # Activations per token inside a block.
+    inner: int
     hidden: int
-    tokens: int  # calibration tokens, 0 without data
+    # Calibration tokens, 0 without data.
+    tokens: int
     seq_len: int
     plain_bytes: int
     packed_bytes: int
     calibrated: bool
     kv_sample_bytes: int
-    head_embedding_bytes: (
-        int  # of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none
-    )
-    packed_model: int = 0  # of the written model, loaded to run it
-    fold: int = 0  # bytes that the search for factors and scaling take; 0 if the method scales no channels
-    kernels: int = 0  # bytes of the libraries behind compiled CPU kernels, where they are not loaded yet
-    tuned: int = 0  # weights that learn together, of the largest block
-    paired: bool = False  # the original model's states are kept beside the quantized ones
-    weighed: bool = False  # a batch's inputs are held a second time, multiplied by token importance
-    crossed: bool = False  # the original model's activations of a batch are held too, and a cross matrix for each input
+    # Of the largest head or embedding to quantize: as stored, its codes, packed; 0 if there is none.
+    head_embedding_bytes: int
+    # Of the written model, loaded to run it.
+    packed_model: int = 0
+    # Bytes that the search for factors and scaling take; 0 if the method scales no channels.
+    fold: int = 0
+    # Bytes of the libraries behind compiled CPU kernels, where they are not loaded yet.
+    kernels: int = 0
+    # Weights that learn together, of the largest block.
+    tuned: int = 0
+    # The original model's states are kept beside the quantized ones.
+    paired: bool = False
+    # A batch's inputs are held a second time, multiplied by token importance.
+    weighed: bool = False
+    # The original model's activations of a batch are held too, and a cross matrix for each input.
+    crossed: bool = False
     # bytes that the sensitivity pass takes (``stages.sensitivity``); 0 without one
     measuring: int = 0
-    measuring_file: int = 0  # bytes of its file in the work folder, which is removed before the first block
-    measured: int = 0  # bytes of its results, which stay in the work folder
-    whole: int = 0  # bytes of the whole model while it writes its own calibration text; 0 if it does not
-    distil_states: int = 0  # bytes of the states of the end-to-end pass, of both models; 0 without one
-    distil: int = 0  # bytes of the rest of it
+    # Bytes of its file in the work folder, which is removed before the first block.
+    measuring_file: int = 0
+    # Bytes of its results, which stay in the work folder.
+    measured: int = 0
+    # Bytes of the whole model while it writes its own calibration text; 0 if it does not.
+    whole: int = 0
+    # Bytes of the states of the end-to-end pass, of both models; 0 without one.
+    distil_states: int = 0
+    # Bytes of the rest of it.
+    distil: int = 0
 
 
 def kernel_bytes() -> int:
