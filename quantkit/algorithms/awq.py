@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.algorithms import LARGEST_FACTOR, Scales, Solution
 from quantkit.core import affine
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
@@ -175,6 +176,7 @@ def _clip(
     error = affine.dequantize(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme) - weight
     for _ in range(sweeps):
         for g, start in enumerate(range(0, weight.shape[1], width)):
+            raise_if_interrupted()
             columns = slice(start, start + width)
             w, own, d = weight[:, columns], h[columns, columns], error[:, columns]
             others = 2 * (error @ h[:, columns] - d @ own)

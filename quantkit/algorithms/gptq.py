@@ -24,6 +24,7 @@ from quantkit.algorithms import Scales, Solution
 from quantkit.algorithms.refine import Descent, refine, row_losses
 from quantkit.algorithms.rtn import rtn
 from quantkit.core import affine
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 
@@ -228,6 +229,7 @@ def _solve(
         scale = scales[:, group].float()
         offset = torch.full_like(scale, float(scheme.midpoint)) if zeros is None else zeros[:, group].float()
         for start in range(begin, stop, options.block):
+            raise_if_interrupted()
             end = min(start + options.block, stop)
             codes[start:end], errors = columns(
                 rest[start:end], upper[start:end, start:end],

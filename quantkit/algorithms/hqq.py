@@ -27,6 +27,7 @@ from torch import Tensor
 from quantkit.algorithms import LARGEST_FACTOR, Scales, Solution
 from quantkit.algorithms.awq import Consumer, Realise, input_size, rounding_error
 from quantkit.core import affine
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
@@ -149,6 +150,7 @@ class _Groups:
         return delta.square_().mul_(self.gain).sum(-1)
 
     def _try(self, params: _Params) -> None:
+        raise_if_interrupted()
         error = self._error(self._codes(params), params)
         better = error < self.error
         self.error = torch.where(better, error, self.error)

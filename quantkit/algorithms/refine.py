@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core import affine
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.scheme import Scheme
 
 BLOCK = 128  # columns whose gradients are brought up to date together
@@ -76,6 +77,7 @@ def descend(
     found = codes.t().float().contiguous()
     error = target - (found - offset) * step
     for start in range(0, width, BLOCK):
+        raise_if_interrupted()
         part = slice(start, min(start + BLOCK, width))
         own, pull = h[part, part].contiguous(), h[part] @ error
         (descent or descend_columns)(

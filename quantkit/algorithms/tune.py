@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core import affine
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
@@ -113,6 +114,7 @@ def tune(
     at, draws = 0, _draws(learned, options.seed)
     looks = {options.steps * look // options.checks for look in range(1, options.checks + 1)}
     for step in range(1, options.steps + 1):
+        raise_if_interrupted()
         batch = [pair(next(draws)) for _ in range(min(options.windows, len(learned)))]
         if not _step(forward, linears, batch, channels, step, options):
             return Tuned(best, before, after, at, f"learning ended at step {step}: the block's error is not finite")

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from quantkit.core.interrupt import raise_if_interrupted
+
 ON_DEVICE = 4  # batches of states on the device at most: at work, arriving, leaving, and the one that is freed last
 
 
@@ -34,6 +36,7 @@ class Shuttle:
         """Iterate over the states on the device, in order; on a CPU the states themselves."""
         ahead = self._fetch(0)
         for index in range(len(self.states)):
+            raise_if_interrupted()
             now = ahead
             if self.stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self.stream)

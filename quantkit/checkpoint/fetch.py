@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantkit.checkpoint.wikipedia import news_sample, wikipedia_sample
+from quantkit.core.interrupt import interruptible, raise_if_interrupted
 from quantkit.errors import QuantkitError, RequestError, SourceError
 
 if sys.version_info >= (3, 11):
@@ -83,6 +84,7 @@ def cache_dir() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "quantkit"
 
 
+@interruptible()
 def fetch(name: str, *, progress: Callable[[str], None] | None = None) -> Path:
     """Return the cached folder of a named model or text, downloaded if it is not there yet.
 
@@ -241,6 +243,7 @@ def _members(wheels: list[Path], expected: dict[str, str]) -> dict[str, bytes]:
 def _sha256(stream: BinaryIO) -> str:
     digest = hashlib.sha256()
     while block := stream.read(1 << 20):
+        raise_if_interrupted()
         digest.update(block)
     return digest.hexdigest()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.gguf_header import Header, StoredTensor, gguf_library, read_header
 from quantkit.checkpoint.source import TensorInfo
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import SourceError, UnsupportedModel
 
 # Values dequantized at once: bounds the float32 scratch memory to tens of megabytes for any tensor.
@@ -156,6 +157,7 @@ class GGUFSource:
         digest = hashlib.sha256()
         with self.path.open("rb") as stream:
             while block := stream.read(1 << 20):
+                raise_if_interrupted()
                 digest.update(block)
         return digest.hexdigest()
 
@@ -232,6 +234,7 @@ class GGUFSource:
         with self.path.open("rb") as stream:
             stream.seek(stored.offset)
             for start in range(0, rows, step):
+                raise_if_interrupted()
                 count = min(step, rows - start)
                 data = np.fromfile(stream, np.uint8, count * row_bytes)
                 if data.size != count * row_bytes:

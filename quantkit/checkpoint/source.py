@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.links import refuse_link_out, refuse_links_out
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import NumericsError, SourceError
 
 DTYPES = {
@@ -127,6 +128,7 @@ class FolderSource:
         return self._read(name, index)
 
     def _read(self, name: str, index: int | None) -> Tensor:
+        raise_if_interrupted()
         info, begin, file = self.info(name), self._begins[name], self.path / self._files[name]
         size, shape = info.nbytes, info.shape
         if index is not None:
@@ -148,9 +150,7 @@ class FolderSource:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for file in sorted(set(self._files.values())):
             with (self.path / file).open("rb") as stream:
-                digest.update(
-                    hashlib.file_digest(stream, "sha256").digest() if hasattr(hashlib, "file_digest") else _hash(stream)
-                )
+                digest.update(_hash(stream))
         return digest.hexdigest()
 
     def kinds(self) -> list[str]:
@@ -203,6 +203,7 @@ def non_finite(path: Path, names: list[str]) -> NumericsError:
 def _hash(stream: Any) -> bytes:
     digest = hashlib.sha256()
     while block := stream.read(1 << 20):
+        raise_if_interrupted()
         digest.update(block)
     return digest.digest()
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.host import size_text
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
 
 SHARD_BYTES = 5 * 10**9  # the size that hubs and loaders are used to
@@ -122,6 +123,7 @@ class CheckpointWriter:
         try:
             with safe_open(self._parts / f"{part}.safetensors", framework="pt") as file:
                 for name, _, _, sha256 in record["entries"]:
+                    raise_if_interrupted()
                     if tensor_sha256(file.get_tensor(name)) != sha256:
                         return None
         except (SafetensorError, OSError):
@@ -227,6 +229,7 @@ class CheckpointWriter:
             for part, group in groupby(ordered, lambda name: self.entries[name].part):
                 with safe_open(self._parts / f"{part}.safetensors", framework="pt") as opened:
                     for name in group:
+                        raise_if_interrupted()
                         stream.write(_bytes(opened.get_tensor(name)))
             stream.flush()
             os.fsync(stream.fileno())

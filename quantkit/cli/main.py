@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 import warnings
-from types import FrameType
 from typing import Any
 
 import click
 
 from quantkit.cli.output import print_json
+from quantkit.core.interrupt import handle_signals, ignore_signals, raise_if_interrupted, was_interrupted
 from quantkit.errors import QuantkitError, QuantkitWarning, RequestError
 from quantkit.version import __version__
 
@@ -72,10 +71,18 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     _show_warnings_as_notes()
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)  # a polite kill cleans up like Ctrl-C
+    handle_signals()  # a polite kill cleans up like Ctrl-C
+    try:
+        _run()
+    except KeyboardInterrupt as error:  # a second one, while the first was being told of
+        fail(INTERRUPTED, 130, error)
+
+
+def _run() -> None:
     try:
         cli(standalone_mode=False)
+        raise_if_interrupted()
+        ignore_signals()  # all is done
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except click.ClickException as error:
@@ -96,16 +103,16 @@ def main() -> None:
         fail(f"{error.filename or 'input or output'}: {error.strerror or error}.", 1, error)
     except Exception as error:
         # An interrupt that arrives inside a library's compiled code may come out as any other exception.
-        if not _interrupted:
+        if not was_interrupted():
             raise
         fail(INTERRUPTED, 130, error)
 
 
 def fail(message: str, code: int, error: BaseException | None = None) -> None:
     """Print one message, and below it what was noted on the error (what a job left behind), then exit."""
-    if _interrupted:  # whatever came of it
+    if was_interrupted():  # whatever came of it
         message, code = INTERRUPTED, 130
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # who presses Ctrl-C twice gets the message, too
+        ignore_signals()  # who presses Ctrl-C twice gets the message, too
     message = "\n".join([message, *_notes(error)])
     if "--json" in sys.argv[1:]:  # a script reads stdout, whatever happened
         try:
@@ -143,14 +150,6 @@ def _notes(error: BaseException | None) -> list[str]:
         found += getattr(error, "__notes__", [])
         error = error.__cause__ or error.__context__
     return found
-
-
-_interrupted: list[int] = []
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    _interrupted.append(number)
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ from quantkit.convert.repack.run import run_repack
 from quantkit.convert.report import dry_run
 from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.run import run
+from quantkit.core.interrupt import interruptible
 
 
+@interruptible()
 def convert(
     source: str | Path,
     out: str | Path,

@@ -40,7 +40,8 @@ from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
 from quantkit.convert.stages.loaded_block import loaded
 from quantkit.convert.stages.observe import observe_block, observe_cache
 from quantkit.convert.stages.tune import TuneInputs
-from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory, undisturbed
+from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
+from quantkit.core.interrupt import raise_if_interrupted, undisturbed
 from quantkit.core.kvscheme import KVPlan
 from quantkit.model.rotate import RotatedSource, prove
 from quantkit.model.skeleton import block_linears
@@ -58,13 +59,16 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     map_large_blocks()
     started = time.perf_counter() if started is None else started
     work = Work(plan)
+    complete = False
     try:
         report = _convert(plan, work, listen)
-        work.writer.commit()
-        work.remove()
+        with undisturbed():  # quick, and then there is nothing to go on from
+            work.writer.commit()
+            work.remove()
+            complete = True
     except BaseException as error:
         with undisturbed():  # by a second Ctrl-C
-            kept = work.leave(error)
+            kept = f"{plan.options.out} was complete by then." if complete else work.leave(error)
             if kept:  # Python prints these below a traceback, the command line below its message
                 error.__notes__ = [*getattr(error, "__notes__", []), kept]
         raise
@@ -106,6 +110,7 @@ def quantize_blocks(
     folding = Folding(method=plan.options.method, weights=plan.weights, targets=targets, rewritten=plan.rewritten)
     first, hidden = _resume(plan, inputs, work, collected)
     for index in range(first, len(plan.blocks)):
+        raise_if_interrupted()
         name, result = plan.blocks.name(index), BlockResult()
         listen(Progress("blocks", index, len(plan.blocks), collected.last_error()))
         with loaded(plan.weights, plan.blocks, index, plan.device) as block:

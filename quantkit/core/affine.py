@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 
@@ -124,6 +125,7 @@ def _search_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """The best of the candidate ranges for some rows ``[rows, groups, width]``."""
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    raise_if_interrupted()  # all rows of an embedding take minutes
     best_scale, best_zero = params_from_range(low, high, scheme)
     best = _group_error(groups, gain, best_scale, best_zero, scheme)
     for left, right in sides[1:]:

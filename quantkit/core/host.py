@@ -1,17 +1,13 @@
-"""Memory of this process and of the machine as the operating system counts it; interrupts; sizes in words."""
+"""Memory of this process and of the machine as the operating system counts it; sizes in words."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,30 +107,6 @@ def available_bytes() -> int:
     if limit.exists() and used.exists() and (most := limit.read_text(encoding="ascii").strip()) != "max":
         free = min(free, max(0, int(most) - int(used.read_text(encoding="ascii"))))
     return free
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the end: for tidying up, which is quick and must be whole.
-
-    They are recorded by handlers rather than masked: the system hands a masked signal to another thread of the process,
-    and Python runs its handler in the main thread all the same. Other threads are not interrupted by Python's handlers.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not None:  # one that was not installed from Python could not be put back
-                before[number] = signal.signal(number, lambda number, _: came.append(number))
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for late in dict.fromkeys(came):
-            signal.raise_signal(late)
 
 
 def size_text(size: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.core.interrupt import interruptible
 from quantkit.errors import NumericsError, RequestError
 from quantkit.evaluate.evaluation import Evaluation
 from quantkit.evaluate.perplexity import OnProgress, perplexity_of, token_losses
@@ -53,6 +54,7 @@ class _How:
         return plan
 
 
+@interruptible()
 def evaluate(
     model: str | Path,
     *,

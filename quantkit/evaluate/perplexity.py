@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import NumericsError
 from quantkit.evaluate.windows import EvaluationWindows
 
@@ -42,6 +43,7 @@ def chunks(total: int, vocab: int) -> Iterator[slice]:
     """Yield slices that cover ``range(total)``, each with at most CHUNK_BYTES of float32 logits."""
     step = chunk_tokens(vocab)
     for start in range(0, total, step):
+        raise_if_interrupted()
         yield slice(start, min(start + step, total))
 
 
@@ -55,6 +57,7 @@ def logit_columns(model: LanguageModel, hidden: Tensor) -> int:
 
 def scored_hidden(model: LanguageModel, windows: EvaluationWindows, window: int) -> Tensor:
     """Run one window; return the hidden states behind its scored logits, ``[scored, hidden]``."""
+    raise_if_interrupted()
     hidden = model.hidden(windows.ids[window : window + 1])
     return hidden[0, windows.first : -1]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import UnsupportedModel
 from quantkit.model.experts import Experts, expert_groups, expert_linears, expert_modules
 from quantkit.model.skeleton import Blocks, block_linears
@@ -146,6 +147,7 @@ def run_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Tensor:
 
 def forward_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Tensor:
     """Run one block as ``run_block`` does, recording for gradients where the caller does."""
+    raise_if_interrupted()
     out = block(hidden, *call.args, **call.kwargs)
     result = out[0] if isinstance(out, tuple) else out
     if not isinstance(result, Tensor) or result.shape != hidden.shape:

@@ -12,6 +12,7 @@ from torch import nn
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.source import Source, read_json
 from quantkit.core.host import choose_device
+from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import Scales
 from quantkit.core.precision import cpu_has_bfloat16
 from quantkit.errors import RequestError
@@ -31,6 +32,7 @@ __all__ = ["Model", "load"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@interruptible()
 def load(
     ref: str | Path | Source,
     *,

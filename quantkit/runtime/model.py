@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
 from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
@@ -194,6 +195,7 @@ class Model:
         """Logits ``[batch, tokens, vocab]`` of int64 ids ``[batch, tokens]``."""
         return self.head(self.hidden(input_ids))
 
+    @interruptible()
     def generate(
         self,
         prompt: str | Sequence[str] | Messages | Sequence[Messages],

@@ -28,6 +28,7 @@ from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.results import LayerReport, decision_sha256
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
+from quantkit.core.interrupt import raise_if_interrupted, undisturbed
 from quantkit.core.kvscheme import KVPlan
 from quantkit.errors import CheckpointError, SourceError, UnsupportedModel
 from quantkit.version import __version__
@@ -47,7 +48,8 @@ def run_repack(plan: RepackPlan, listen: Listener, started: float | None = None)
         report = _repack(plan, writer, listen)
         writer.commit()
     except BaseException:
-        writer.abandon()
+        with undisturbed():  # by a second Ctrl-C
+            writer.abandon()
         raise
     report.seconds = time.perf_counter() - started
     report.peak_host_bytes = peak_rss()
@@ -123,6 +125,7 @@ def _write_tensors(
     """
     reader, batch, decisions = plan.reader, _Batch(writer), dict[str, str]()
     for done, name in enumerate(reader.modules):
+        raise_if_interrupted()
         listen(Progress("repack", done, len(reader.modules), name))
         q = integer_module(reader, name)
         decisions[name] = decision_sha256(q)

@@ -21,6 +21,7 @@ from quantkit.convert.stages.tune import TuneInputs, tune_block
 from quantkit.core import affine
 from quantkit.core.activations import round_input
 from quantkit.core.affine import SMALLEST_SCALE
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
@@ -70,6 +71,7 @@ def quantize_block(
     if tune_inputs is not None:
         solved = _learn(solver, prefix, block, list(solved), tune_inputs, result)
     for one in solved:
+        raise_if_interrupted()
         _write_result(solver, one, result)
 
 
@@ -98,6 +100,7 @@ def _solve_stack(
 ) -> list[_Solved]:
     """Linears with one input and one scheme, stacked along their rows."""
     targets = [solver.targets[f"{prefix}.{name}"] for name in names]
+    raise_if_interrupted()
     linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
     try:
         solution = _solve(solver, torch.cat([linear.weight for linear in linears]), scheme, group)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.kvscheme import PAGE_TOKENS
 from quantkit.errors import RequestError
 from quantkit.runtime.generate.sampling import GenerationOptions, Sampler
@@ -155,6 +156,7 @@ def run(
     feed = _feed(model, live, prompts, max(map(len, prompts)) + most)
     try:
         while live:
+            raise_if_interrupted()
             chosen = feed.next()
             now = time.perf_counter()
             for sequence, token in zip(live, chosen, strict=True):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan
 from quantkit.errors import CheckpointError, UnsupportedModel
 from quantkit.model.attention_shape import cached_kv_heads
@@ -127,6 +128,7 @@ def _classes() -> tuple[Any, Any]:
             """Nothing: the pool is made by the first append."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            raise_if_interrupted()  # a layer of a long prompt takes a while
             self.tokens = 0
             self.layer.append(key_states, value_states)
             keys, values = self.layer.read()

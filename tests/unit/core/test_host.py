@@ -1,16 +1,13 @@
-"""Sizes in words, and interrupts that wait while something is tidied up."""
+"""Sizes in words, and the peak of memory."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
-from quantkit.core.host import peak_rss, restart_peak, size_text, undisturbed
+from quantkit.core.host import peak_rss, restart_peak, size_text
 
 
 @pytest.mark.parametrize(
@@ -19,23 +16,6 @@ from quantkit.core.host import peak_rss, restart_peak, size_text, undisturbed
 )
 def test_sizes_in_words(size: int, text: str) -> None:
     assert size_text(size) == text
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_waits_until_everything_is_tidied_up(number: signal.Signals) -> None:
-    done, wait = [], threading.Event()
-    before = signal.signal(number, lambda *_: done.append("interrupted"))
-    try:
-        other = threading.Thread(target=wait.wait)
-        other.start()
-        with undisturbed():
-            os.kill(os.getpid(), number)  # to the process: the system picks the thread
-            done.append("tidied up")
-    finally:
-        signal.signal(number, before)
-        wait.set()
-        other.join()
-    assert done == ["tidied up", "interrupted"]
 
 
 CHILD = "from quantkit.core.host import peak_rss; print(peak_rss())"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quantkit.core.host import undisturbed
+from quantkit.core.interrupt import undisturbed
 from quantkit.errors import QuantkitWarning, RequestError
 
 MOST = 64  # threads
