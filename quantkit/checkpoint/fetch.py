@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
-from quantkit.checkpoint.wikipedia import news_sample, wikipedia_sample
+from quantkit.checkpoint.text_files.wikipedia import news_sample, wikipedia_sample
 from quantkit.core.interrupt import interruptible, raise_if_interrupted
 from quantkit.errors import QuantkitError, RequestError, SourceError
 

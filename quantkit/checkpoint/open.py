@@ -9,6 +9,7 @@ from quantkit.checkpoint.fetch import fetch, is_named, models
 from quantkit.checkpoint.gguf_source import GGUFSource
 from quantkit.checkpoint.hub import download, is_hub_id
 from quantkit.checkpoint.links import refuse_links_out
+from quantkit.checkpoint.regular import given_path
 from quantkit.checkpoint.source import FolderSource, Source
 from quantkit.errors import MissingExtra, RequestError, SourceError
 
@@ -23,7 +24,7 @@ def open_source(ref: str | Path | Source) -> Source:
     """
     if not isinstance(ref, str | Path):
         return ref
-    path = Path(ref).expanduser()
+    path = given_path(ref)
     if isinstance(ref, str) and is_named(ref) and not path.exists():
         if importlib.util.find_spec("gguf") is None:  # said before the download, not after it
             raise MissingExtra("gguf", "gguf", f"{ref} is a GGUF file; reading it")

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from quantkit.errors import SourceError
+from quantkit.errors import RequestError, SourceError
 
 KINDS = {
     stat.S_IFIFO: "a FIFO (a pipe)",
@@ -21,6 +21,22 @@ KINDS = {
     stat.S_IFDIR: "a folder",
 }
 FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+def given_path(name: str | Path) -> Path:
+    """Return the path that somebody named, with ``~`` unfolded; whether anything lies there is for the caller to ask.
+
+    name: as it was given.
+
+    Raises RequestError for a home that does not exist, or a name that no file can have.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{str(name)[:100]}: cannot be looked up ({reason}). Give the path of a file.") from error
+    return path
 
 
 def open_regular(path: Path) -> BinaryIO:

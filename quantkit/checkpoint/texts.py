@@ -5,19 +5,19 @@ Every text carries the sha256 of its UTF-8 bytes, so that a number can name exac
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import importlib
 import inspect
-import json
 import os
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.checkpoint.fetch import fetch
+from quantkit.checkpoint.regular import given_path
+from quantkit.checkpoint.text_files.parquet import read_parquet
+from quantkit.checkpoint.text_files.plain import read_plain
+from quantkit.checkpoint.text_files.records import SEPARATOR, read_jsonl, text_bytes, text_field
 from quantkit.errors import MissingExtra, QuantkitError, RequestError, SourceError
 
 Split = Literal["calibration", "evaluation"]
@@ -35,7 +35,6 @@ BUILTIN_MODULES = (
     "typing",
 )
 HUB_CHARACTERS = 8_000_000  # enough for any calibration or evaluation here; a hub dataset can be terabytes
-SEPARATOR = "\n\n"  # between the records of a JSONL file or a dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def load_text(name: str, *, split: Split) -> Text:
     if name == "news-sample":
         if split == "calibration":
             raise RequestError("news-sample: for evaluation only. Calibrate on wikipedia-sample, builtin or a file.")
-        return _text(name, _read(fetch("news-sample") / "evaluation.txt"))
+        return _text(name, read_plain(fetch("news-sample") / "evaluation.txt"))
     if name == "builtin":
         if split == "evaluation":
             raise RequestError(
@@ -78,17 +77,15 @@ def load_text(name: str, *, split: Split) -> Text:
         )
     if base == "hub":
         return _text(name, _hub(half, split))
-    path = Path(name).expanduser()
+    path = given_path(name)
     if not path.exists():
         raise SourceError(
             f"{name}: no such file, and no text of that name is known. Known are wikipedia-sample, news-sample,"
             " builtin, self (for convert), hub:DATASET; or give a .txt, .md, .gz, .jsonl or .parquet file."
         )
-    if path.is_dir():
-        raise SourceError(f"{name}: a folder. Give one text file.")
     if path.suffix == ".parquet":
-        return _text(name, _table(path))
-    return _text(name, _records(path) if ".jsonl" in path.suffixes else _read(path))
+        return _text(name, read_parquet(path))
+    return _text(name, read_jsonl(path) if ".jsonl" in path.suffixes else read_plain(path))
 
 
 def _text(name: str, text: str) -> Text:
@@ -105,81 +102,7 @@ def _wikipedia(half: str, split: Split) -> str:
             f"wikipedia-sample:{half}: asked for {split}. Calibrating and measuring on the same text flatters the"
             " result; leave the half away and the right one is taken."
         )
-    return _read(fetch("wikipedia-sample") / f"{split}.txt")
-
-
-def _read(path: Path) -> str:
-    """Read a UTF-8 file, unpacked if its name ends in .gz.
-
-    Line ends are kept as they are: the sha256 is of these bytes.
-    """
-    try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-        return data.decode("utf-8-sig")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise SourceError(
-            f"{path}: not a whole gzip file ({error}). Download it again, or unpack it yourself."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise SourceError(
-            f"{path}: not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x}). "
-            "Convert it, for example with: iconv -f latin1 -t utf-8"
-        ) from error
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read ({error.strerror}).") from error
-
-
-def _records(path: Path) -> str:
-    """Join the ``text`` fields of a JSONL file."""
-    texts = []
-    for number, line in enumerate(_read(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise SourceError(
-                f"{path}: line {number} is not JSON ({error.msg}). A JSONL file has one object a line."
-            ) from error
-        texts.append(_field(record, f"{path}: line {number}"))
-    return SEPARATOR.join(texts)
-
-
-def _table(path: Path) -> str:
-    """Join the ``text`` column of a parquet file; rows without a value are left out."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        schema = parquet.read_schema(path)
-        if "text" not in schema.names or not _holds_text(schema.field("text").type):
-            columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
-            raise SourceError(
-                f"{path}: has no column 'text' holding strings (its columns are {columns}). Rename the one that holds"
-                " the text."
-            )
-        values = parquet.read_table(path, columns=["text"])["text"].to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise SourceError(f"{path}: not a readable parquet file ({error}). Download it again.") from error
-    return SEPARATOR.join(value for value in values if value is not None)
-
-
-def _holds_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-def _field(record: Any, where: str) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        keys = f"its fields are {', '.join(map(str, record))}" if isinstance(record, dict) else "it is no object"
-        raise SourceError(
-            f"{where} has no field 'text' holding a string ({keys}). Rename the field that holds the text."
-        )
-    value: str = record["text"]
-    return value
+    return read_plain(fetch("wikipedia-sample") / f"{split}.txt")
 
 
 def _builtin() -> str:
@@ -213,7 +136,8 @@ def _hub(spec: str, split: Split) -> str:
         rows: Iterable[Any] = datasets.load_dataset(dataset, config or None, split=part, streaming=True)
         texts, size = [], 0
         for number, row in enumerate(rows, 1):
-            texts.append(_field(row, f"hub:{spec}: record {number}"))
+            texts.append(text_field(row, f"hub:{spec}: record {number}"))
+            text_bytes(texts[-1], f"hub:{spec}: record {number}")
             size += len(texts[-1])
             if size >= HUB_CHARACTERS:
                 break

@@ -19,6 +19,7 @@ from quantkit.checkpoint.gguf_tokenizer import rebuild
 from quantkit.checkpoint.hub import download, is_hub_id
 from quantkit.checkpoint.links import TEMPLATES, refuse_links_out
 from quantkit.checkpoint.names import TOKENIZER_FILES, VOCABULARY_FILES
+from quantkit.checkpoint.regular import given_path
 from quantkit.checkpoint.source import Source, read_json
 from quantkit.errors import RequestError, SourceError
 
@@ -139,7 +140,7 @@ def check_round_trip(tokenizer: Any, where: str) -> None:
 
 def _locate(ref: str | Path | Source) -> Path:
     """Find the folder or .gguf file that a reference names."""
-    path = Path(ref).expanduser() if isinstance(ref, str | Path) else ref.path
+    path = given_path(ref) if isinstance(ref, str | Path) else ref.path
     if isinstance(ref, str) and is_named(ref) and not path.exists():
         path = fetch(ref)
     if isinstance(ref, str) and not path.exists() and is_hub_id(ref):

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from quantkit.checkpoint import texts, wikipedia
+from quantkit.checkpoint import texts
+from quantkit.checkpoint.text_files import wikipedia
 from quantkit.checkpoint.texts import load_text
 from quantkit.errors import QuantkitError, RequestError, SourceError
 

@@ -1,0 +1,150 @@
+"""A hostile text is refused by name within 10 seconds and 1 GB, and a valid one gives the bytes it always gave."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hostile.limits import Limited
+
+LOAD = "quantkit.checkpoint.texts:load_text"
+
+
+def bomb(path: Path) -> None:
+    """3 MB that unpack to 3 GB."""
+    piece = gzip.compress(b"a" * (100 << 20), mtime=0)
+    path.write_bytes(piece * 30)
+
+
+def long_line(path: Path) -> None:
+    with path.open("wb") as stream:
+        for _ in range(200):
+            stream.write(b"a" * 1_000_000)
+
+
+def endless_records(path: Path) -> None:
+    path.write_bytes(gzip.compress(b'{"text":""}\n' * 3_000_000, 1, mtime=0))
+
+
+def no_members(path: Path) -> None:
+    """Many gzip members with nothing in them."""
+    path.write_bytes(gzip.compress(b"", mtime=0) * 100_000)
+
+
+def many_lists(path: Path) -> None:
+    path.write_bytes(b'{"x": [' + b"{}," * 15_000_000 + b'{}], "text": "a"}')
+
+
+def written(content: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content) and None
+
+
+CASES: list[tuple[str, Callable[[Path], None], list[str]]] = [
+    ("bomb.txt.gz", bomb, ["longer than 32,000,000 bytes", "head -c"]),
+    ("bomb.jsonl.gz", bomb, ["line 1 goes beyond 16,000,000 bytes"]),
+    ("empty.txt.gz", no_members, ["the text is empty"]),
+    ("records.jsonl.gz", endless_records, ["has more than 2,000,000 lines"]),
+    ("line.txt", long_line, ["longer than 32,000,000 bytes"]),
+    ("line.jsonl", long_line, ["line 1 goes beyond 16,000,000 bytes"]),
+    ("lists.jsonl", many_lists, ["line 1 goes beyond 16,000,000 bytes"]),
+    ("pipe.txt", os.mkfifo, ["pipe.txt: a FIFO", "Write its content to a file"]),
+    ("pipe.jsonl", os.mkfifo, ["a FIFO"]),
+    ("pipe.parquet", os.mkfifo, ["a FIFO"]),
+    ("pipe.txt.gz", os.mkfifo, ["a FIFO"]),
+    ("zero.txt", lambda path: path.symlink_to("/dev/zero"), ["a character device"]),
+    ("zero.parquet", lambda path: path.symlink_to("/dev/zero"), ["a character device"]),
+    ("random.jsonl", lambda path: path.symlink_to("/dev/urandom"), ["a character device"]),
+    ("folder.txt", Path.mkdir, ["a folder"]),
+    ("folder.parquet", Path.mkdir, ["a folder"]),
+    ("loop.txt", lambda path: path.symlink_to(path), ["no such file"]),
+    ("noise.txt", written(bytes(range(1, 256)) * 100), ["not UTF-8 text (byte 127 is 0x80)"]),
+    ("zeros.txt", written(b"text" + bytes(100)), ["byte 4 is zero"]),
+    ("utf16.txt", written("text".encode("utf-16")), ["not text"]),
+    ("noise.parquet", written(bytes(range(256)) * 100), ["not a readable parquet file"]),
+    ("empty.parquet", written(b""), ["not a readable parquet file"]),
+    ("latin.jsonl", written(b'{"text": "a"}\n{"text": "caf\xe9"}\n'), ["line 2: not UTF-8 text"]),
+    ("half.jsonl", written(b'{"text": "a"}\n{"text": "b\\ud800c"}\n'), ["line 2: character 1 of field 'text'", "\\ud800"]),
+    ("deep.jsonl", written(b'{"text": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), ["line 1 is nested"]),
+    ("deep_objects.jsonl", written(b'{"text":' * 100_000 + b"0" + b"}" * 100_000), ["line 1 is nested"]),
+    ("digits.jsonl", written(b'\n{"text": "a", "n": ' + b"9" * 5_000 + b"}"), ["line 2 is not JSON (a number"]),
+    ("keys.jsonl", written(json.dumps({"k" * 999 + str(i): 0 for i in range(99)}).encode()), ["and 87 more"]),
+    ("null.jsonl", written(b"null\n"), ["line 1 has no field 'text'"]),
+    ("number.jsonl", written(b'{"text": 1}\n'), ["line 1 has no field 'text'"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "make", "words"), CASES, ids=[case[0] for case in CASES])
+def test_a_hostile_text_is_refused_by_name(
+    name: str, make: Callable[[Path], None], words: list[str], limited: Limited, tmp_path: Path
+) -> None:
+    make(tmp_path / name)
+    outcome = limited(LOAD, str(tmp_path / name), split="calibration")
+    outcome.refused(name, *words)
+    assert len(outcome.message) < 1000
+
+
+def test_a_socket_is_refused_by_name(limited: Limited, tmp_path: Path) -> None:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(os.path.relpath(tmp_path / "s.txt"))
+    limited(LOAD, str(tmp_path / "s.txt"), split="calibration").refused("a socket")
+    server.close()
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x.txt", "x" * 5000, "a\0b", "", "."])
+def test_a_name_that_names_nothing_is_refused(name: str, limited: Limited) -> None:
+    assert limited(LOAD, name, split="calibration").kind == "refused"
+
+
+def test_a_hostile_parquet_file_is_refused_by_name(limited: Limited, tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    def refused(*words: str) -> None:
+        limited(LOAD, str(path), split="calibration").refused("a.parquet", *words)
+
+    path = tmp_path / "a.parquet"
+    doubled = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    parquet.write_table(doubled, path)
+    refused("2 columns 'text'")
+    parquet.write_table(pyarrow.table({"text": [["a"]]}), path)
+    refused("no column 'text' holding strings", "list")
+    # kilobytes that unpack to 100 and to 600 MB: one value in many rows, and one page of many bytes
+    parquet.write_table(pyarrow.table({"text": _repeated("a" * 100_000, 1_000)}), path)
+    assert path.stat().st_size < 10**6
+    refused("longer than 32,000,000 bytes")
+    parquet.write_table(
+        pyarrow.table({"text": ["a" * 600_000_000]}),
+        path,
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+    )
+    assert path.stat().st_size < 10**6
+    refused("needs more than 537 MB of memory")
+
+
+def _repeated(value: str, count: int) -> object:
+    import pyarrow
+
+    indices = pyarrow.array([0] * count, pyarrow.int32())
+    return pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array([value]))
+
+
+def test_valid_texts_give_the_bytes_they_always_gave(tmp_path: Path) -> None:
+    from quantkit.checkpoint.texts import load_text
+
+    content = "\ufeffone\r\ntwo — \U0001f600\n".encode()
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content[:10]) + gzip.compress(content[10:]))
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one\\r\\ntwo"}\r\n \n{"text": "\\ud83d\\ude00"}')
+    for name in ("a.txt", "a.txt.gz"):
+        text = load_text(str(tmp_path / name), split="calibration")
+        assert text.text == "one\r\ntwo — \U0001f600\n"
+        assert text.sha256 == hashlib.sha256(content[3:]).hexdigest()
+    assert load_text(str(tmp_path / "a.jsonl"), split="calibration").text == "one\r\ntwo\n\n\U0001f600"
