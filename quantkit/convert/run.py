@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from quantkit.convert.engines.lint import casts_scales, lint_plan
 from quantkit.convert.job.work_folder import Work, identity
 from quantkit.convert.output.layout import checkpoint_layout
 from quantkit.convert.output.side_files import write_beside
-from quantkit.convert.output.smoke_test import run_smoke_test
+from quantkit.convert.output.smoke_test import TOO_LARGE, continue_prompt, prompt_of
 from quantkit.convert.output.verify import CastLoss, verify_folder, verify_kv
 from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.inputs import Inputs
@@ -39,8 +40,9 @@ from quantkit.convert.stages.head_embeddings import quantize_head_or_embedding
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
 from quantkit.convert.stages.loaded_block import loaded
 from quantkit.convert.stages.observe import observe_block, observe_cache
+from quantkit.convert.stages.sensitivity import SensitivityPass
 from quantkit.convert.stages.tune import TuneInputs
-from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
+from quantkit.core.host import OnStep, map_large_blocks, peak_rss, release_free_memory
 from quantkit.core.interrupt import raise_if_interrupted, undisturbed
 from quantkit.core.kvscheme import KVPlan
 from quantkit.model.rotate import RotatedSource, prove
@@ -86,7 +88,7 @@ def _convert(plan: Plan, work: Work, listen: Listener) -> ConvertReport:
         work.keep_read()
     inputs = _write_text(plan, work, listen) if plan.inputs.must_be_written else plan.inputs
     with working_on(plan.device, plan.matmul_precision or "float32"):
-        decisions = decide(plan, inputs, work, lambda done, total: listen(Progress("measure", done, total)))
+        decisions = decide_plan(plan, inputs, work, lambda done, total: listen(Progress("measure", done, total)))
         report = _new_report(plan, decisions, work)
         if work.finished is not None:
             report.restore(work.finished)
@@ -99,6 +101,30 @@ def _convert(plan: Plan, work: Work, listen: Listener) -> ConvertReport:
             quantize_blocks(plan, inputs, decisions, work, collected, listen)
             _finish(plan, inputs, decisions, work, collected, report, listen)
     return report
+
+
+def decide_plan(plan: Plan, inputs: Inputs, work: Work, on_step: OnStep) -> Decisions:
+    """What the loop over blocks works with: the plan's targets, or what measuring the model's sensitivity chose."""
+    planned, o = Decisions(targets=plan.targets, unquantized=plan.unquantized), plan.options
+    if not plan.measures:
+        return planned
+    windows = inputs.for_sensitivity
+    assert windows is not None
+    linears = [name for name, target in plan.targets.items() if target.kind == "linear"]
+    measuring = SensitivityPass(
+        plan.weights,
+        plan.blocks,
+        windows.ids,
+        plan.device,
+        folder=work.folder,
+        seed=o.seed,
+        search=o.scales != "minmax",
+        guided=linears if o.guided else (),
+        folds=o.folds,
+    )
+    return decide(
+        planned, work, on_step, measuring=measuring, windows=windows, budget=plan.budget, rewritten=plan.rewritten
+    )
 
 
 def quantize_blocks(
@@ -145,7 +171,7 @@ def _observe(
         result,
         original=hidden.original,
         crossed=o.crossed,
-        guide=importance_of_tokens(plan, decisions, index, names, result),
+        guide=importance_of_tokens(decisions, plan.blocks, index, names, result),
         cache=None if o.folds else cache,
     )
     if o.folds:
@@ -225,7 +251,7 @@ def _new_report(plan: Plan, decisions: Decisions, work: Work) -> ConvertReport:
         drawn=o.draws,
         matmul_precision=plan.matmul_precision,
         resumed=work.resumed,
-        engines=lint_plan(plan, decisions.targets),
+        engines=lint_plan(plan.format.name, decisions.targets, plan.model.config, plan.source.config),
         allocation=allocation,
         predicted_host_bytes=plan.prediction.host,
         source_bytes=sum(plan.source.info(name).nbytes for name in plan.source.names()),
@@ -267,17 +293,27 @@ def _finish(
     )
     work.writer.assemble()
     listen(Progress("verify", total, total))
-    cast = CastLoss() if casts_scales(plan, decisions.targets) else None
+    cast = (
+        CastLoss() if casts_scales(plan.format.name, decisions.targets, plan.model.config, plan.source.config) else None
+    )
     report.verified_tensors = verify_folder(folder, collected.digests, work.writer.entries, cast)
     if cast is not None:
         report.notes.append(cast.note())
     report.verified_tensors += verify_kv(folder, cache)
-    sample = run_smoke_test(plan, inputs, folder)
+    sample = _smoke_test(plan, inputs, folder)
     if isinstance(sample, str):
         report.notes.append(sample)
     else:
         report.sample = sample
     work.finish(report.to_store(), decisions.choice)
+
+
+def _smoke_test(plan: Plan, inputs: Inputs, folder: Path) -> dict[str, str] | str:
+    """A few tokens from the written folder, or why there are none: the model is too large, say."""
+    if "generate" not in plan.prediction.phases:
+        return TOO_LARGE
+    ids = prompt_of(plan.tokenizer, None if plan.options.draws else inputs.calibration)
+    return continue_prompt(folder, ids, plan.tokenizer, str(plan.options.out), "convert with more bits")
 
 
 def _decide_cache(plan: Plan, work: Work, collected: Collected, report: ConvertReport) -> KVPlan | None:

@@ -29,7 +29,7 @@ from quantkit.convert.plan.bit_budget import kept_bytes, target_bytes
 from quantkit.convert.plan.plan import make_plan
 from quantkit.convert.report.bit_budget import summary
 from quantkit.convert.results import Measured
-from quantkit.convert.stages import decide
+from quantkit.convert.run import decide_plan
 from quantkit.convert.stages.sensitivity import SensitivityPass, _factors
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
@@ -109,8 +109,8 @@ def test_whatever_is_measured_the_size_holds_and_what_is_fused_shares_a_scheme(
         budget = plan.budget.least + (plan.budget.most - plan.budget.least) * point // 29
         one = replace(plan, budget=replace(plan.budget, budget=budget))
         measured = Measured(sensitivity, [])
-        work: Any = SimpleNamespace(finished=None, measured=lambda found=measured: found)
-        decisions = decide.decide(one, one.inputs, work, lambda done, total: None)
+        work: Any = SimpleNamespace(finished=None, folder=tmp_path, measured=lambda found=measured: found)
+        decisions = decide_plan(one, one.inputs, work, lambda done, total: None)
         assert one.budget is not None
         assert decisions.choice is not None
         size = summary(one.budget, decisions.choice, before)["bytes"]
@@ -302,7 +302,7 @@ def test_a_dry_run_says_what_it_would_measure(
         ("falcon", "query_key_value", {"transformer.word_embeddings", *(f"transformer.h.{i}.mlp.dense_4h_to_h" for i in range(3))}),
     ],
 )  # fmt: skip
-def test_damage_is_that_of_scaled_channels_where_method_and_block_scale_them(
+def test_sensitivity_is_that_of_scaled_channels_where_method_and_block_scale_them(
     form: str, scaled: str, alike: set[str], tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     """A channel behind a norm that is thirty times as large as the others costs less with a method that scales it; what lies behind a GELU cannot be scaled."""
@@ -320,7 +320,7 @@ def test_damage_is_that_of_scaled_channels_where_method_and_block_scale_them(
         work.mkdir()
         assert plan.budget is not None
         kept: Any = SimpleNamespace(finished=None, folder=work, measured=lambda: None, keep_measured=found.append)
-        decide.decide(plan, plan.inputs, kept, lambda done, total: None)
+        decide_plan(plan, plan.inputs, kept, lambda done, total: None)
     plain, folded = (measured.sensitivity for measured in found)
     totals = [0.0, 0.0]
     for unit, before, after in zip(plan.budget.units, plain, folded, strict=True):

@@ -10,22 +10,23 @@ from torch import nn
 from quantkit.checkpoint.source import Source
 from quantkit.convert.engines.rules import Checkpoint, Verdict, judge
 from quantkit.convert.engines.table import ENGINES, bfloat16_scales
-from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.targets import Target
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.attention_shape import kv_heads
 from quantkit.model.skeleton import build_skeleton, tied_parameters
 
 
-def lint_plan(plan: Plan, targets: Mapping[str, Target]) -> list[Verdict]:
-    """Which engines will load what this plan writes, with ``targets`` quantized."""
-    return lint(_checkpoint(plan.format.name, list(targets.values()), plan.model.config, plan.source.config))
+def lint_plan(form: str, targets: Mapping[str, Target], config: Any, stored: Mapping[str, Any]) -> list[Verdict]:
+    """Which engines will load a checkpoint that is not written yet.
+
+    form: name of its format. targets: what is quantized. config: of the skeleton. stored: the source's config.json.
+    """
+    return lint(_checkpoint(form, list(targets.values()), config, stored))
 
 
-def casts_scales(plan: Plan, targets: Mapping[str, Target]) -> bool:
-    """True if engines will compute in bfloat16 and the scales are stored finer than that."""
-    check = _checkpoint(plan.format.name, list(targets.values()), plan.model.config, plan.source.config)
-    return bfloat16_scales(check) is not None
+def casts_scales(form: str, targets: Mapping[str, Target], config: Any, stored: Mapping[str, Any]) -> bool:
+    """True if engines will compute in bfloat16 and the scales are stored finer than that; see ``lint_plan``."""
+    return bfloat16_scales(_checkpoint(form, list(targets.values()), config, stored)) is not None
 
 
 def lint_folder(source: Source) -> list[Verdict]:
@@ -54,7 +55,7 @@ def lint_folder(source: Source) -> list[Verdict]:
     return lint(_checkpoint(str(reader.format), weights, model.config, source.config))
 
 
-def _checkpoint(form: str, weights: list[Target], config: Any, stored: Any) -> Checkpoint:
+def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[str, Any]) -> Checkpoint:
     """What the rules look at. config: of the skeleton; stored: config.json as it is."""
     weights = sorted(weights, key=lambda weight: weight.name)  # a file and a plan give the same reasons
     heads = int(config.num_attention_heads)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from quantkit.convert.plan.inputs import Inputs
+from quantkit.calibrate.data import CalibrationWindows
 from quantkit.convert.plan.memory import GENERATE_BYTES
-from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.random_tokens import fallback
 from quantkit.errors import NumericsError, UnsupportedModel
 
@@ -20,31 +19,20 @@ TOO_LARGE = (
 )
 
 
-def prompt_of(plan: Plan, inputs: Inputs) -> list[int]:
-    """The first tokens of the calibration text, or of a fixed phrase where there is none."""
-    if inputs.calibration is None or plan.options.draws:
-        return fallback(plan.tokenizer)
-    return [int(token) for token in inputs.calibration.ids[0, :PROMPT_TOKENS]]
-
-
-def run_smoke_test(plan: Plan, inputs: Inputs, folder: Path) -> dict[str, str] | str:
-    """Load ``folder`` and continue a prompt greedily: ``{"prompt": ..., "text": ...}``, or the reason why not.
-
-    Left out, with the reason: a model larger than ``memory.GENERATE_BYTES`` that the job's other phases do not need
-    anyway, and an architecture whose cache quantkit's runtime does not know.
-
-    Raises NumericsError if a logit is not finite, CheckpointError or SourceError if the folder does not load.
-    """
-    if "generate" not in plan.prediction.phases:
-        return TOO_LARGE
-    ids = prompt_of(plan, inputs)
-    return continue_prompt(folder, ids, plan.tokenizer, f"{plan.options.out}", "convert with more bits")
+def prompt_of(tokenizer: Any, text: CalibrationWindows | None) -> list[int]:
+    """The first tokens of a text, or of a fixed phrase where there is none."""
+    if text is None:
+        return fallback(tokenizer)
+    return [int(token) for token in text.ids[0, :PROMPT_TOKENS]]
 
 
 def continue_prompt(folder: Path, ids: list[int], tokenizer: Any, out: str, remedy: str) -> dict[str, str] | str:
-    """Load ``folder`` and continue the tokens ``ids``, see ``run_smoke_test``.
+    """Load ``folder`` and continue the tokens ``ids`` greedily.
 
     out, remedy: how an error's message names the folder, and what it advises.
+
+    Returns ``{"prompt": ..., "text": ...}``, or the reason why not: an architecture whose cache quantkit's runtime does
+    not know. Raises NumericsError if a logit is not finite, CheckpointError or SourceError if the folder does not load.
     """
     from quantkit.checkpoint.tokenizer import check_vocabulary
     from quantkit.runtime.kv_cache.transformers_cache import transformers_cache

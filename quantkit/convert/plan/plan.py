@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -290,7 +290,7 @@ def _rewritten(
     return tuple(name for name in weights.sources if name.startswith(f"{blocks.prefix}.") and name not in quantized)
 
 
-def find_unquantized(weights: Weights, targets: Mapping[str, Target], rewritten: tuple[str, ...]) -> Unquantized:
+def find_unquantized(weights: Weights, targets: Mapping[str, Target], rewritten: Sequence[str]) -> Unquantized:
     """Find what stays at 16 bit beside ``targets`` and ``rewritten``."""
     quantized = {target.parameter for target in targets.values()} | set(rewritten)
     extracted = tuple(

@@ -6,7 +6,7 @@ from typing import Any
 
 from quantkit.calibrate.matmul_precision import WORDS
 from quantkit.convert.engines.lint import lint_plan
-from quantkit.convert.engines.rules import unread_format_lines, verdict_lines
+from quantkit.convert.engines.rules import Verdict, unread_format_lines, verdict_lines
 from quantkit.convert.options.options import method_words
 from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.targets import head_embeddings
@@ -31,7 +31,7 @@ def describe(plan: Plan) -> str:
             f" while running; output {size_text(need.output)}"
         ),
     ]
-    verdicts = lint_plan(plan, plan.targets)
+    verdicts = _verdicts(plan)
     if plan.budget is None:
         lines += [f"  loads in  {line}" for line in verdict_lines(verdicts)]
     else:  # the rest depends on the bits
@@ -108,10 +108,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "allocation": None if plan.budget is None else plan.budget.to_json(),
         "layers": [{"name": t.name, "shape": [t.out_features, t.in_features],
         "scheme": None if name in free else t.scheme.describe()} for name, t in plan.targets.items()],
-        "engines": [verdict.to_json() for verdict in lint_plan(plan, plan.targets)] if plan.budget is None else [],
+        "engines": [verdict.to_json() for verdict in _verdicts(plan)] if plan.budget is None else [],
         "warnings": list(plan.warnings),
         "problems": list(plan.problems),
     }  # fmt: skip
+
+
+def _verdicts(plan: Plan) -> list[Verdict]:
+    return lint_plan(plan.format.name, plan.targets, plan.model.config, plan.source.config)
 
 
 def _why(plan: Plan) -> str:

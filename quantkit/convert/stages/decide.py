@@ -15,13 +15,13 @@ from quantkit.algorithms.guide import Guide
 from quantkit.calibrate.data import CalibrationWindows
 from quantkit.convert.job.work_folder import Work
 from quantkit.convert.plan.bit_budget import BitBudget, chosen_targets
-from quantkit.convert.plan.inputs import Inputs
-from quantkit.convert.plan.plan import Plan, Unquantized, find_unquantized
+from quantkit.convert.plan.plan import Unquantized, find_unquantized
 from quantkit.convert.plan.targets import Target, head_embeddings
 from quantkit.convert.results import TOKENS, WINDOWS, BlockResult, BudgetChoice, Measured
 from quantkit.convert.stages.sensitivity import SensitivityPass
 from quantkit.core.host import OnStep
 from quantkit.model.experts import expert_linears
+from quantkit.model.skeleton import Blocks, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,44 +44,37 @@ class Decisions:
         return head_embeddings(self.targets)
 
 
-def decide(plan: Plan, inputs: Inputs, work: Work, on_step: OnStep) -> Decisions:
-    """Measure sensitivity where the plan needs it, and choose by it.
+def decide(
+    planned: Decisions,
+    work: Work,
+    on_step: OnStep,
+    *,
+    measuring: SensitivityPass,
+    windows: CalibrationWindows,
+    budget: BitBudget | None,
+    rewritten: Sequence[str],
+) -> Decisions:
+    """Measure sensitivity, and choose by it.
 
     What was measured and chosen is kept in the work folder: a resumed job goes on with the same.
 
+    planned: the targets of the plan, with a bit budget provisional ones.
+    windows: the text that ``measuring`` reads.
+    rewritten: 16-bit parameters that a fold may scale.
+
     Raises what ``SensitivityPass.measure`` raises, NumericsError for a sensitivity that is not finite.
     """
-    decisions = Decisions(targets=plan.targets, unquantized=plan.unquantized)
-    if not plan.measures:
-        return decisions
+    weights = measuring.weights
     if work.finished is not None:  # all is written; what is in it follows from the options that were chosen
-        return decisions if plan.budget is None else _apply(plan, plan.budget, decisions, work.choice)
-    windows = inputs.for_sensitivity
-    assert windows is not None
+        return planned if budget is None else _apply(planned, budget, work.choice, weights, rewritten)
     measured = work.measured()
     if measured is None:
-        measured = _measure(plan, windows, work, on_step)
+        measured = measuring.measure(() if budget is None else budget.units, on_step)
         work.keep_measured(measured)
-    decisions = replace(decisions, channels=measured.channels, guides=measured.guides)
-    if plan.budget is None:
+    decisions = replace(planned, channels=measured.channels, guides=measured.guides)
+    if budget is None:
         return decisions
-    return _apply(plan, plan.budget, decisions, _choose(plan.budget, measured, windows))
-
-
-def _measure(plan: Plan, windows: CalibrationWindows, work: Work, on_step: OnStep) -> Measured:
-    guided = [name for name, target in plan.targets.items() if target.kind == "linear"] if plan.options.guided else []
-    measuring = SensitivityPass(
-        plan.weights,
-        plan.blocks,
-        windows.ids,
-        plan.device,
-        folder=work.folder,
-        seed=plan.options.seed,
-        search=plan.options.scales != "minmax",
-        guided=guided,
-        folds=plan.options.folds,
-    )
-    return measuring.measure(() if plan.budget is None else plan.budget.units, on_step)
+    return _apply(decisions, budget, _choose(budget, measured, windows), weights, rewritten)
 
 
 def _choose(budget: BitBudget, measured: Measured, windows: CalibrationWindows) -> BudgetChoice:
@@ -92,17 +85,19 @@ def _choose(budget: BitBudget, measured: Measured, windows: CalibrationWindows) 
     return BudgetChoice(tuple(taken), measured.sensitivity, measured_on)
 
 
-def _apply(plan: Plan, budget: BitBudget, decisions: Decisions, choice: BudgetChoice | None) -> Decisions:
+def _apply(
+    decisions: Decisions, budget: BitBudget, choice: BudgetChoice | None, weights: Weights, rewritten: Sequence[str]
+) -> Decisions:
     """The decisions with the schemes that were chosen for the units of a bit budget."""
     assert choice is not None
     schemes = [unit.options[index] for unit, index in zip(budget.units, choice.taken, strict=True)]
-    targets = chosen_targets(plan.targets, budget.units, schemes)
-    unquantized = find_unquantized(plan.weights, targets, plan.rewritten)
+    targets = chosen_targets(decisions.targets, budget.units, schemes)
+    unquantized = find_unquantized(weights, targets, rewritten)
     return replace(decisions, targets=targets, unquantized=unquantized, choice=choice)
 
 
 def importance_of_tokens(
-    plan: Plan, decisions: Decisions, index: int, groups: Sequence[tuple[str, ...]], result: BlockResult
+    decisions: Decisions, blocks: Blocks, index: int, groups: Sequence[tuple[str, ...]], result: BlockResult
 ) -> Guide | None:
     """Return the importance weights of tokens for the linears of block ``index`` that are quantized.
 
@@ -111,7 +106,7 @@ def importance_of_tokens(
     """
     if decisions.guides is None:
         return None
-    prefix, block = plan.blocks.name(index), plan.blocks.modules[index]
+    prefix, block = blocks.name(index), blocks.modules[index]
     guide = decisions.guides[index]
     quantized = {name for group in groups for name in group if f"{prefix}.{name}" in decisions.targets}
     missing = sorted(quantized - set(() if guide is None else guide.linears) - set(expert_linears(block)))
