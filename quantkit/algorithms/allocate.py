@@ -113,5 +113,5 @@ def allocate(sensitivity: Sequence[Mapping[int, float]], budget: float) -> list[
     parts = [
         [Option(bits, choices[bits]) for bits in order] for choices, order in zip(sensitivity, widths, strict=True)
     ]
-    found = Choices(parts).within(most)
-    return [order[index] for order, index in zip(widths, found, strict=True)]
+    chosen = Choices(parts).within(most)
+    return [order[index] for order, index in zip(widths, chosen, strict=True)]

@@ -73,10 +73,10 @@ def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realis
     """
     some = _thin(consumers)
     size, spread = _statistics(some, channels)
-    one = torch.ones(channels, device=some[0].weight.device)
-    plain = _loss(some, one, clip=True)
+    ones = torch.ones(channels, device=some[0].weight.device)
+    plain = _loss(some, ones, clip=True)
     if not _finite(plain) or not bool(torch.isfinite(size).all()):
-        return Factors(one, plain, plain, "the loss of this fold is not finite; its channels are not scaled")
+        return Factors(ones, plain, plain, "the loss of this fold is not finite; its channels are not scaled")
     tried: dict[tuple[float, float], tuple[float, Tensor]] = {}  # (a, b) -> loss, factors
 
     def attempt(a: float, b: float) -> None:
@@ -90,7 +90,7 @@ def search_factors(consumers: Sequence[Consumer], channels: int, realise: Realis
         a, b = min(tried, key=lambda key: tried[key][0])
         for da, db in ((-reach, 0.0), (reach, 0.0), (0.0, tilt), (0.0, -tilt)):
             attempt(a + da, max(b + db, 0.0))
-    best, factors = plain, one
+    best, factors = plain, ones
     for loss, s in sorted(tried.values(), key=lambda item: item[0])[:3]:
         clipped = _loss(some, s, clip=True) if _finite(loss) else loss
         if clipped < best:
@@ -109,16 +109,16 @@ def rough_factors(weights: Sequence[Tensor], size: Tensor, scheme: Scheme) -> Te
     Returns float32 [in], geometric mean 1; ones if the size is not finite.
     """
     size = size.float()
-    one = torch.ones_like(size)
+    ones = torch.ones_like(size)
     if not bool(torch.isfinite(size).all()):
-        return one
+        return ones
     rows, _ = thin_stack(weights)
 
     def loss(s: Tensor) -> float:
         error = _rounding_error(rows, s, scheme, None)
         return float("inf") if error is None else float((error * size).square().sum())
 
-    tried = [one, *(_normalise((size + 1e-6 * size.mean()) ** a) for a in (0.25, 0.5, 0.75))]
+    tried = [ones, *(_normalise((size + 1e-6 * size.mean()) ** a) for a in (0.25, 0.5, 0.75))]
     losses = [loss(s) for s in tried]
     return tried[min(range(len(tried)), key=lambda i: losses[i])]
 
@@ -236,12 +236,12 @@ def _thin(consumers: Sequence[Consumer]) -> list[Consumer]:
     One H of all is made float32 once; of several (experts) each is when it is used, so that they are not all held
     twice.
     """
-    one = consumers[0].hessian.float() if len({id(c.hessian) for c in consumers}) == 1 else None
-    found = []
+    shared = consumers[0].hessian.float() if len({id(c.hessian) for c in consumers}) == 1 else None
+    thinned = []
     for c in consumers:
         weight, each = thin_stack([c.weight])
-        found.append(Consumer(weight, c.hessian if one is None else one, c.channels, c.scheme, c.share * each))
-    return found
+        thinned.append(Consumer(weight, c.hessian if shared is None else shared, c.channels, c.scheme, c.share * each))
+    return thinned
 
 
 def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:

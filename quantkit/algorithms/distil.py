@@ -92,8 +92,8 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         q: QuantTensor = ctx.q
-        one = torch.ones(q.scales.shape, device=grad.device)
-        along = affine.dequantize(q.codes, one, q.zeros, q.scheme).mul_(grad)
+        ones = torch.ones(q.scales.shape, device=grad.device)
+        along = affine.dequantize(q.codes, ones, q.zeros, q.scheme).mul_(grad)
         return affine.split_groups(along, q.scheme).sum(-1), None
 
 
@@ -143,9 +143,9 @@ def divergence(student: Tensor, teacher: Tensor, head: Head, original: Head, voc
         logits = head(leaf).float()
         with torch.no_grad():
             target = original(teacher[rows]).float().log_softmax(-1)
-            found, p = logits.log_softmax(-1), target.exp()
-            total += float(target.sub_(found).mul_(p).sum()) / count
-            slope = found.exp_().sub_(p).div_(count)
+            log_probs, p = logits.log_softmax(-1), target.exp()
+            total += float(target.sub_(log_probs).mul_(p).sum()) / count
+            slope = log_probs.exp_().sub_(p).div_(count)
         if leaf.requires_grad:
             del target, p
             logits.backward(slope)

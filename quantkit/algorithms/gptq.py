@@ -112,27 +112,27 @@ def gptq(
             descent=loops.descent,
         )
         del damped
-    found = QuantTensor(codes, scales, zeros, scheme)
+    quantized = QuantTensor(codes, scales, zeros, scheme)
     if options.sweeps:
-        found = _or_rounded(target, found, hessian.float(), importance.float(), options.scales)
-    return Solution(found, damping)
+        quantized = _or_rounded(target, quantized, hessian.float(), importance.float(), options.scales)
+    return Solution(quantized, damping)
 
 
-def _or_rounded(target: Tensor, found: QuantTensor, h: Tensor, importance: Tensor, scales: Scales) -> QuantTensor:
+def _or_rounded(target: Tensor, quantized: QuantTensor, h: Tensor, importance: Tensor, scales: Scales) -> QuantTensor:
     """``found``, but with simple rounding in the rows where that has a smaller loss.
 
     Few channels that dominate H, or outlying weights, can mislead the column loop.
     """
-    scheme = found.scheme
+    scheme = quantized.scheme
     simple = rtn(target, scheme, scales, importance).quantized
 
     def losses(q: QuantTensor) -> Tensor:
         return row_losses(target, q.codes, q.scales, q.zeros, scheme, h)
 
-    rows = losses(simple) < losses(found)
+    rows = losses(simple) < losses(quantized)
     if not bool(rows.any()):
-        return found
-    parts = (found.codes, found.scales, found.zeros), (simple.codes, simple.scales, simple.zeros)
+        return quantized
+    parts = (quantized.codes, quantized.scales, quantized.zeros), (simple.codes, simple.scales, simple.zeros)
     codes, steps, zeros = (
         None if mine is None or other is None else torch.where(rows[:, None], other, mine)
         for mine, other in zip(*parts, strict=True)

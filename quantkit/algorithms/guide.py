@@ -80,9 +80,9 @@ class Guide:
     def _group(self, squares: Tensor, names: Sequence[str]) -> Tensor:
         picked = [i for i, name in enumerate(self.linears) if name in names]
         rows = torch.tensor([self.outputs[i] for i in picked], dtype=torch.float64, device=squares.device)
-        found = (squares[:, picked] @ (rows / rows.sum())).sqrt()
-        known = torch.isfinite(found)
-        return torch.where(known, found, found[known].mean() if bool(known.any()) else 1.0).float()
+        importance = (squares[:, picked] @ (rows / rows.sum())).sqrt()
+        known = torch.isfinite(importance)
+        return torch.where(known, importance, importance[known].mean() if bool(known.any()) else 1.0).float()
 
     def on_host(self) -> Guide:
         """Return the same guide with its numbers on the host."""
@@ -120,12 +120,12 @@ def fit_guide(
 
     Raises KeyError if ``rows`` lacks a linear.
     """
-    names = tuple(sorted(set.intersection(*(set(one) for one in squares))))
+    names = tuple(sorted(set.intersection(*(set(window) for window in squares))))
     if not names:
         return None
     outputs = tuple(rows[name] for name in names)
     x = torch.cat([_features(state) for state in states])
-    y = torch.stack([torch.cat([one[name] for one in squares]).double().sqrt() for name in names], 1)
+    y = torch.stack([torch.cat([window[name] for window in squares]).double().sqrt() for name in names], 1)
     half = torch.arange(len(x), device=x.device) // states[0].shape[1] % 2 == 0
     if len(states) == 1:
         half = torch.arange(len(x), device=x.device) < len(x) // 2

@@ -98,9 +98,9 @@ def hqq(weight: Tensor, scheme: Scheme, scales: Scales = "search", importance: T
     split = affine.split_groups((gain / gain.mean()).reshape(1, -1), scheme)
     size = _ELEMENTS if weight.device.type == "cpu" else affine.SEARCH_ELEMENTS_GPU
     rows = max(1, size // weight.shape[1])
-    found = [_Groups(affine.split_groups(w.float(), scheme), split, scheme).best() for w in weight.split(rows)]
-    step = torch.cat([one.scale for one in found])
-    zeros = None if scheme.symmetric else torch.cat([one.zero for one in found if one.zero is not None])
+    ranges = [_Groups(affine.split_groups(w.float(), scheme), split, scheme).best() for w in weight.split(rows)]
+    step = torch.cat([part.scale for part in ranges])
+    zeros = None if scheme.symmetric else torch.cat([part.zero for part in ranges if part.zero is not None])
     return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme))
 
 

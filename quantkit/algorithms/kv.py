@@ -244,13 +244,13 @@ def as_cached(
     end = max(0, k.shape[2] - behind - scheme.recent) // PAGE_TOKENS * PAGE_TOKENS
     if not end:
         return k, v
-    found = []
+    sides = []
     for x, bits, rounded in ((k, scheme.keys, _cached_keys), (v, scheme.values, _cached_values)):
         if bits < 16:
             x = x.clone()
             x[:, :, scheme.first : end] = rounded(x[:, :, :end], scheme, static)[:, :, scheme.first :].to(x.dtype)
-        found.append(x)
-    return found[0], found[1]
+        sides.append(x)
+    return sides[0], sides[1]
 
 
 def _cached_keys(x: Tensor, scheme: KVScheme, static: LayerScales | None) -> Tensor:
@@ -258,8 +258,8 @@ def _cached_keys(x: Tensor, scheme: KVScheme, static: LayerScales | None) -> Ten
         return _static(x, static.k_scale, static.k_low, scheme, scheme.keys)
     pages = x.unflatten(2, (-1, PAGE_TOKENS))
     parts = [(pages[:, :, :1], scheme.first), (pages[:, :, 1:], 0)]
-    found = [decode_keys(*encode_keys(page, scheme.keys, skip), scheme.keys) for page, skip in parts if page.shape[2]]
-    return torch.cat(found, 2).flatten(2, 3)
+    decoded = [decode_keys(*encode_keys(page, scheme.keys, skip), scheme.keys) for page, skip in parts if page.shape[2]]
+    return torch.cat(decoded, 2).flatten(2, 3)
 
 
 def _cached_values(x: Tensor, scheme: KVScheme, static: LayerScales | None) -> Tensor:

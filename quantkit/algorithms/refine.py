@@ -47,7 +47,7 @@ def refine(
     h = hessian.float()
     size = _ELEMENTS if weight.device.type == "cpu" else _ELEMENTS_GPU
     rows = max(1, size // weight.shape[1])
-    found = []
+    parts = []
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         w, c, s, z = weight[part].float(), codes[part], scales[part], None if zeros is None else zeros[part]
@@ -56,8 +56,8 @@ def refine(
             c, _, held = _keep_better(w, (descend(w, c, s, z, scheme, h, descent), s), (c, s), held, z, scheme, h)
             if refit:
                 _, s, held = _keep_better(w, (c, fit_scales(w, c, s, z, scheme, h)), (c, s), held, z, scheme, h)
-        found.append((c, s))
-    return torch.cat([c for c, _ in found]), torch.cat([s for _, s in found])
+        parts.append((c, s))
+    return torch.cat([c for c, _ in parts]), torch.cat([s for _, s in parts])
 
 
 def descend(
@@ -74,20 +74,20 @@ def descend(
     offset = torch.full_like(step, float(scheme.midpoint))
     if zeros is not None:
         offset = affine.expand_groups(zeros.float(), width, scheme).t().contiguous()
-    found = codes.t().float().contiguous()
-    error = target - (found - offset) * step
+    current = codes.t().float().contiguous()
+    error = target - (current - offset) * step
     for start in range(0, width, BLOCK):
         raise_if_interrupted()
         part = slice(start, min(start + BLOCK, width))
         own, pull = h[part, part].contiguous(), h[part] @ error
         (descent or descend_columns)(
-            target[part], error[part], found[part], step[part], offset[part], own, pull, scheme.levels - 1
+            target[part], error[part], current[part], step[part], offset[part], own, pull, scheme.levels - 1
         )
-    return found.t().contiguous().to(torch.uint8)
+    return current.t().contiguous().to(torch.uint8)
 
 
 def descend_columns(
-    target: Tensor, error: Tensor, found: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int
+    target: Tensor, error: Tensor, codes: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int
 ) -> None:
     """Choose each code of one block of columns again, and tell the block's later columns.
 
@@ -104,8 +104,8 @@ def descend_columns(
     for j in range(len(target)):
         best = target[j] - error[j] + pull[j] / own[j, j]
         code = (best / step[j]).add_(offset[j]).round_().clamp_(0, top)
-        change = (found[j] - code).mul_(step[j])  # of the error
-        found[j] = code
+        change = (codes[j] - code).mul_(step[j])  # of the error
+        codes[j] = code
         error[j] += change
         pull[j + 1 :] += torch.outer(own[j, j + 1 :], change)  # not ``addr_``, see round_columns
 

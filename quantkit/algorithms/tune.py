@@ -101,8 +101,8 @@ def tune(
     def pair(index: int) -> tuple[Tensor, Tensor]:
         return inputs[index].to(device), targets[index].to(device)
 
-    def measure(found: Mapping[str, QuantTensor]) -> float:
-        rounded = {name: q.dequantize() for name, q in found.items()}
+    def measure(quantized: Mapping[str, QuantTensor]) -> float:
+        rounded = {name: q.dequantize() for name, q in quantized.items()}
         with torch.no_grad():
             errors = [float(block_error(forward(rounded, x), y, channels)) for x, y in map(pair, held)]
         return sum(errors) / len(errors)
@@ -119,10 +119,10 @@ def tune(
         if not _step(forward, linears, batch, channels, step, options):
             return Tuned(best, before, after, at, f"learning ended at step {step}: the block's error is not finite")
         if step in looks:
-            found = {name: linear.quantized() for name, linear in linears.items()}
-            error = measure(found)
+            quantized = {name: linear.quantized() for name, linear in linears.items()}
+            error = measure(quantized)
             if error < after:
-                best, after, at = found, error, step
+                best, after, at = quantized, error, step
     return Tuned(best, before, after, at)
 
 

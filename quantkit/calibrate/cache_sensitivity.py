@@ -56,12 +56,12 @@ def cache_sensitivity(
 
 
 def _first_states(states: Sequence[Tensor]) -> list[Tensor]:
-    found: list[Tensor] = []
+    taken: list[Tensor] = []
     left = MOST_TOKENS
     for state in states:
-        windows = min(len(state), max(left // state.shape[1], 0 if found else 1))
+        windows = min(len(state), max(left // state.shape[1], 0 if taken else 1))
         if not windows:
             break
-        found.append(state[:windows])
+        taken.append(state[:windows])
         left -= windows * state.shape[1]
-    return found
+    return taken

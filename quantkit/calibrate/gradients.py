@@ -15,11 +15,11 @@ def listening(block: nn.Module, names: Sequence[str], tokens: int) -> Iterator[d
     The pass fills the dictionary that is yielded: by linear, the mean of its outputs' squared gradients, float32
     [tokens]. Linears that do not run, or on other than ``tokens`` tokens, are left out.
     """
-    found: dict[str, Tensor] = {}
+    squares: dict[str, Tensor] = {}
 
     def hook(name: str, output: Tensor) -> None:
         def keep(gradient: Tensor) -> None:
-            found[name] = gradient.detach().flatten(0, -2).float().square().mean(-1)
+            squares[name] = gradient.detach().flatten(0, -2).float().square().mean(-1)
 
         if output.requires_grad and output[..., 0].numel() == tokens:
             output.register_hook(keep)
@@ -29,7 +29,7 @@ def listening(block: nn.Module, names: Sequence[str], tokens: int) -> Iterator[d
         for name in names
     ]
     try:
-        yield found
+        yield squares
     finally:
         for handle in handles:
             handle.remove()

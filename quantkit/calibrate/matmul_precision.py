@@ -147,9 +147,9 @@ class _Linears(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.linear:
-            found = _linear(self.mode, *args, **kwargs)
-            if found is not None:
-                return found
+            product = _linear(self.mode, *args, **kwargs)
+            if product is not None:
+                return product
         return func(*args, **kwargs)
 
 

@@ -80,11 +80,11 @@ def backward(
         with torch.enable_grad(), gradients_in_order(hidden.device):
             start = hidden.detach().requires_grad_(True)
             out = forward_block(block, start, call)
-            (found,) = torch.autograd.grad(out, start, gradient)
+            (at_input,) = torch.autograd.grad(out, start, gradient)
     finally:
         for handle in handles:
             handle.remove()
-    return found, list(reads.values())
+    return at_input, list(reads.values())
 
 
 def _thinned(value: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def steadied(direct: Sequence[float], rough: Sequence[float]) -> list[float]:
     """Scale ``rough`` by one factor, the geometric mean of ``direct / rough``."""
     ratios = [math.log(d / r) for d, r in zip(direct, rough, strict=True) if d > 0 and r > 0]
     factor = math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
-    return [factor * one for one in rough]
+    return [factor * value for value in rough]
 
 
 def tail_gradient(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor, draws: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def tail_gradient(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor,
     ids, hidden: of one window.
     draws: uniform numbers ``[tokens]``, one per label.
     """
-    found = []
+    gradients = []
     parts = zip(ids.split(TAIL_TOKENS, 1), hidden.split(TAIL_TOKENS, 1), draws.split(TAIL_TOKENS), strict=True)
     for some_ids, part, uniform in parts:
         with torch.enable_grad():
@@ -170,8 +170,8 @@ def tail_gradient(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor,
             labels = torch.searchsorted(-push.double().cumsum(-1), uniform.to(push.device, torch.float64)[:, None])
             push.scatter_add_(1, labels.clamp_(max=push.shape[-1] - 1), torch.ones_like(labels, dtype=push.dtype))
             (gradient,) = torch.autograd.grad(logits, start, push[None].to(logits.dtype))
-        found.append(gradient)
-    return torch.cat(found, 1)
+        gradients.append(gradient)
+    return torch.cat(gradients, 1)
 
 
 def channel_shares(gradients: Sequence[Tensor]) -> Tensor:
@@ -217,7 +217,7 @@ def head_reads(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor) ->
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     seen: list[tuple[Tensor, Tensor]] = []
     handle = head.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
-    found = []
+    reads = []
     try:
         for some_ids, part in zip(ids.split(TAIL_TOKENS, 1), hidden.split(TAIL_TOKENS, 1), strict=True):
             seen.clear()
@@ -225,10 +225,12 @@ def head_reads(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor) ->
                 logits = forward_tail(model, blocks, some_ids, part.detach().requires_grad_(True))
                 x, out = seen[-1]
                 slope = torch.ones_like(logits) if out is logits else torch.autograd.grad(logits.sum(), out)[0]
-            found.append([one.detach().float().flatten(0, -2) for one in (x, torch.softmax(logits.float(), -1), slope)])
+            reads.append(
+                [tensor.detach().float().flatten(0, -2) for tensor in (x, torch.softmax(logits.float(), -1), slope)]
+            )
     finally:
         handle.remove()
-    return HeadReads(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    return HeadReads(*(torch.cat(parts) for parts in zip(*reads, strict=True)))
 
 
 @torch.no_grad()

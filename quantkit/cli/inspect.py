@@ -152,7 +152,7 @@ def _cache(source: Any) -> dict[str, Any]:
     if plan is None:
         return {}
     measured = plan.layers and set(plan.layers) <= set(plan.static)
-    layers = [{"name": name, "keys": one.keys, "values": one.values} for name, one in plan.layers.items()]
+    layers = [{"name": name, "keys": layer.keys, "values": layer.values} for name, layer in plan.layers.items()]
     return {
         "kv_cache": {
             "bits": plan.label,
@@ -170,8 +170,8 @@ def _quantized(source: Any) -> dict[str, Any]:
     from quantkit.formats.reader import QuantizedReader
 
     reader = QuantizedReader(source)
-    found = [reader.scheme(name) for name in reader.modules]
-    schemes = Counter(scheme if isinstance(scheme, str) else scheme.describe() for scheme in found)
+    kinds = [reader.scheme(name) for name in reader.modules]
+    schemes = Counter(scheme if isinstance(scheme, str) else scheme.describe() for scheme in kinds)
     return {
         "model_type": source.config["model_type"],
         "quant_method": (source.quantization() or {})["quant_method"],

@@ -35,11 +35,15 @@ class _CallablePackage(types.ModuleType):
         from quantkit.convert.options.options import ConvertOptions
 
         plain = inspect.signature(convert)
-        named = [one for one in plain.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        named = [
+            parameter for parameter in plain.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         options = [
-            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
-            for one in fields(ConvertOptions)
-            if one.name not in plain.parameters
+            inspect.Parameter(
+                parameter.name, inspect.Parameter.KEYWORD_ONLY, default=parameter.default, annotation=parameter.type
+            )
+            for parameter in fields(ConvertOptions)
+            if parameter.name not in plain.parameters
         ]
         return plain.replace(parameters=[*named, *options])
 

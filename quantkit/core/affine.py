@@ -111,9 +111,9 @@ def searched_params(
     # A few rows at a time: the temporaries then stay in the processor's cache, which is several times faster.
     # A GPU wants much at a time instead: each part costs hundreds of launches.
     rows = max(1, (_SEARCH_ELEMENTS if weight.device.type == "cpu" else SEARCH_ELEMENTS_GPU) // weight.shape[1])
-    found = [_search_rows(split_groups(part.float(), scheme), gain, sides, scheme) for part in weight.split(rows)]
-    zeros = None if scheme.symmetric else torch.cat([zero for _, zero in found if zero is not None])
-    return torch.cat([scale for scale, _ in found]), zeros
+    ranges = [_search_rows(split_groups(part.float(), scheme), gain, sides, scheme) for part in weight.split(rows)]
+    zeros = None if scheme.symmetric else torch.cat([zero for _, zero in ranges if zero is not None])
+    return torch.cat([scale for scale, _ in ranges]), zeros
 
 
 _SEARCH_ELEMENTS = 1 << 18

@@ -36,9 +36,9 @@ def restart_peak() -> bool:
 
 def peak_rss(*, since_restart: bool = False) -> int:
     """Return the peak resident size of this process in bytes, libraries included: so far, or since ``restart_peak``."""
-    found = _high_water_mark()
-    if found is not None:
-        return found if since_restart else max(_earlier_peak, found)
+    mark = _high_water_mark()
+    if mark is not None:
+        return mark if since_restart else max(_earlier_peak, mark)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux, bytes on macOS
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
 
@@ -123,18 +123,18 @@ def choose_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError:
         raise RequestError(f"device={device!r}: expected auto, cpu or cuda.") from None
-    if found.type not in ("cpu", "cuda"):
+    if chosen.type not in ("cpu", "cuda"):
         raise RequestError(f"device={device!r}: expected auto, cpu or cuda.")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise RequestError("device='cuda': torch sees no CUDA device. Use --device cpu, or install torch with CUDA.")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise RequestError(
-            f"device='{found}': torch sees {torch.cuda.device_count()} CUDA devices, counted from cuda:0."
+            f"device='{chosen}': torch sees {torch.cuda.device_count()} CUDA devices, counted from cuda:0."
         )
-    return found
+    return chosen
 
 
 def device_name(device: torch.device) -> str:

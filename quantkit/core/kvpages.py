@@ -103,8 +103,8 @@ def choose_range(x: Tensor, bits: int, search: bool) -> tuple[Tensor, Tensor]:
         return _as_stored(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), bits)
     rows = x.flatten(0, -2)
     some = max(1, SEARCHED_AT_ONCE // (rows.shape[1] * (len(CUTS) + 1)))
-    found = [_search(part, bits) for part in rows.split(some)]
-    scale, low = (torch.cat(parts).view(*x.shape[:-1], 1) for parts in zip(*found, strict=True))
+    ranges = [_search(part, bits) for part in rows.split(some)]
+    scale, low = (torch.cat(parts).view(*x.shape[:-1], 1) for parts in zip(*ranges, strict=True))
     return scale, low
 
 

@@ -193,13 +193,13 @@ class KVPlan:
 
     @property
     def quantized(self) -> bool:
-        return self.scheme.quantized or any(one.quantized for one in self.layers.values())
+        return self.scheme.quantized or any(layer.quantized for layer in self.layers.values())
 
     def with_scales(self, scales: Scales) -> KVPlan:
         """The same bits with other scales."""
         return KVPlan(
             replace(self.scheme, scales=scales),
-            {name: replace(one, scales=scales) for name, one in self.layers.items()},
+            {name: replace(layer, scales=scales) for name, layer in self.layers.items()},
             self.static,
         )
 
@@ -218,7 +218,7 @@ class KVPlan:
         schemes = list(self.layers.values())
         if not schemes or len(set(schemes)) == 1:
             return (schemes[0] if schemes else self.scheme).label
-        mean = sum(one.keys + one.values for one in schemes) / (2 * len(schemes))
+        mean = sum(scheme.keys + scheme.values for scheme in schemes) / (2 * len(schemes))
         return f"{mean:.2f} on average"
 
 

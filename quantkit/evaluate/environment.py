@@ -15,13 +15,13 @@ from quantkit.version import __version__
 def versions() -> dict[str, str]:
     """Return the versions of Python, quantkit and the libraries that decide a figure."""
 
-    found = {"python": platform.python_version(), "quantkit": __version__}
+    numbers = {"python": platform.python_version(), "quantkit": __version__}
     for name in ("torch", "transformers", "tokenizers", "numpy"):
-        found[name] = metadata.version(name)
+        numbers[name] = metadata.version(name)
     for name in ("numba", "triton"):  # kernels: absent where they are not installed
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            numbers[name] = metadata.version(name)
+    return numbers
 
 
 def hardware() -> dict[str, Any]:
@@ -29,7 +29,7 @@ def hardware() -> dict[str, Any]:
     import torch
 
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -37,7 +37,7 @@ def hardware() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-    return found
+    return facts
 
 
 def _processor() -> str:

@@ -45,17 +45,17 @@ class BitsAndBytes:
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         """List quantized modules and their local tensor names. A missing part is found by the caller."""
         stored = set(names)
-        found: dict[str, tuple[str, ...]] = {}
+        parts: dict[str, tuple[str, ...]] = {}
         for name in names:
             module, mark, kind = name.partition(f".{STATE}")
             if mark:
                 nested = NESTED if f"{module}.{NESTED[0]}" in stored else ()
-                found[module] = (*FOUR_BIT, *nested, f"{STATE}{kind}")
+                parts[module] = (*FOUR_BIT, *nested, f"{STATE}{kind}")
             elif name.endswith(".SCB"):
                 module = name.removesuffix(".SCB")
                 layout = ("weight_format",) if f"{module}.weight_format" in stored else ()
-                found[module] = ("weight", "SCB", *layout)
-        return found
+                parts[module] = ("weight", "SCB", *layout)
+        return parts
 
     @staticmethod
     def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> str:

@@ -165,7 +165,7 @@ class CompressedTensors:
                 f"compressed-tensors format {unknown[0]!r} is not read; quantkit reads '{PACKED}' and '{INT}'."
             )
         stored = set(names)
-        found = {}
+        parts = {}
         for name in names:
             if name.endswith(".weight_packed"):
                 module = name.removesuffix(".weight_packed")
@@ -173,15 +173,15 @@ class CompressedTensors:
                     raise CheckpointError(
                         f"{module}: weight_g_idx (actorder 'group') is not read; groups must be contiguous."
                     )
-                found[module] = LOCAL + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
+                parts[module] = LOCAL + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
             elif name.endswith(".weight_scale") and f"{name.removesuffix('_scale')}" in stored:
                 module = name.removesuffix(".weight_scale")
                 beside = (f"{module}.{part}" for part in (ZERO, "input_scale", "input_zero_point"))
                 other = next((part for part in beside if part in stored), None)
                 if other is not None:
                     raise CheckpointError(f"{other}: zero points and static activations of '{INT}' are not read.")
-                found[module] = PLAIN
-        return found
+                parts[module] = PLAIN
+        return parts
 
     @staticmethod
     def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
@@ -209,8 +209,8 @@ def _dense_in_transformers(layout: CheckpointLayout) -> bool:
     key it is refused.
     """
     schemes = set(layout.modules.values())
-    one = len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in schemes}) == 1
-    return one and (bool(layout.head_embeddings) or not all(scheme.symmetric for scheme in schemes))
+    alike = len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in schemes}) == 1
+    return alike and (bool(layout.head_embeddings) or not all(scheme.symmetric for scheme in schemes))
 
 
 # What vLLM's _is_dynamic_token_w8a8 asks for; llm-compressor's W8A8 recipe writes the same.
@@ -251,9 +251,9 @@ def _activations(module: str, group: Mapping[str, Any]) -> str | None:
     known = ("num_bits", "type", "symmetric", "strategy", "dynamic")
     differing = [key for key in known if stored.get(key) != INT8_TOKENS[key]]
     if differing:
-        said = ", ".join(f"{key} {stored.get(key)!r}" for key in differing)
+        words = ", ".join(f"{key} {stored.get(key)!r}" for key in differing)
         raise CheckpointError(
-            f"{module}: activations with {said} are not read; quantkit reads int8, symmetric, dynamic per token."
+            f"{module}: activations with {words} are not read; quantkit reads int8, symmetric, dynamic per token."
         )
     return "int8"
 

@@ -143,12 +143,12 @@ class GPTQ:
                 " exist as one of those."
             )
         stored = set(names)
-        found = {}
+        parts = {}
         for name in names:
             if name.endswith(".qweight"):
                 module = name.removesuffix(".qweight")
-                found[module] = LOCAL + ((INDEX,) if f"{module}.{INDEX}" in stored else ())
-        return found
+                parts[module] = LOCAL + ((INDEX,) if f"{module}.{INDEX}" in stored else ())
+        return parts
 
     @staticmethod
     def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:

@@ -63,9 +63,9 @@ def pattern(names: Collection[str]) -> str:
     numbers: dict[tuple[str, str], list[str]] = {}  # (before, after) the first number of a name
     plain = []
     for name in wanted:
-        found = re.match(r"(.*?\.)(\d+)(\..*)", name)
-        if found:
-            numbers.setdefault((found[1], found[3]), []).append(found[2])
+        match = re.match(r"(.*?\.)(\d+)(\..*)", name)
+        if match:
+            numbers.setdefault((match[1], match[3]), []).append(match[2])
         else:
             plain.append(re.escape(name))
     ends: dict[tuple[str, tuple[str, ...]], list[str]] = {}

@@ -102,13 +102,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not a whole file of KV scales ({error}). {_AGAIN}") from error
-    found = meta.get("version") if isinstance(meta, dict) else meta
-    if found == 1 and found is not True:
+    number = meta.get("version") if isinstance(meta, dict) else meta
+    if number == 1 and number is not True:
         raise CheckpointError(
             f"{path}: version 1, an older quantkit's: its scales are for other pages than this quantkit keeps. {_AGAIN}"
         )
-    if found != _VERSION:
-        raise CheckpointError(f"{path}: version {found!r}, this quantkit reads version {_VERSION}. {_AGAIN}")
+    if number != _VERSION:
+        raise CheckpointError(f"{path}: version {number!r}, this quantkit reads version {_VERSION}. {_AGAIN}")
     return meta, tensors
 
 
@@ -121,10 +121,10 @@ def _scheme(entry: Mapping[str, Any]) -> KVScheme:
     return KVScheme(**entry)
 
 
-def _names(found: Any) -> list[str]:
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found) or len(set(found)) < len(found):
-        raise ValueError(f"'static' is {found!r}, not a list of different names")
-    return found
+def _names(names: Any) -> list[str]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"'static' is {names!r}, not a list of different names")
+    return names
 
 
 def _layer(path: Path, name: str, tensors: dict[str, Tensor]) -> LayerScales:

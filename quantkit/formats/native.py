@@ -102,11 +102,11 @@ class Native:
                 f"native format version {config.get('format_version')}; this quantkit reads version {VERSION}. Upgrade"
                 " quantkit."
             )
-        found = {}
+        parts = {}
         for module, scheme in config["modules"].items():
             local = ("qweight", "scales", "shape") + (() if scheme["symmetric"] else ("qzeros",))
-            found[module] = local
-        return found
+            parts[module] = local
+        return parts
 
     @staticmethod
     def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:

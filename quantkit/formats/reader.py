@@ -88,14 +88,14 @@ class QuantizedReader:
         assert self._format is not None
         assert isinstance(scheme, Scheme)
         with _damaged(f"{self.source.path}: {name}"):
-            found = self._format.shape(
+            sizes = self._format.shape(
                 {part: self.source.info(f"{name}.{part}") for part in self.modules[name]}, scheme.bits
             )
-            if found is None:
+            if sizes is None:
                 stored = next(part for part in self.modules[name] if part in ("shape", "weight_shape"))
                 out_features, in_features = (int(n) for n in self.source.read(f"{name}.{stored}"))
-                found = out_features, in_features
-        return found
+                sizes = out_features, in_features
+        return sizes
 
     def module(self, name: str) -> QuantTensor | BlockTensor:
         """Decode one quantized module. Raises CheckpointError, naming the module, if its tensors do not fit."""

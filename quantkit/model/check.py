@@ -79,26 +79,26 @@ def check_model(config: Mapping[str, Any]) -> Check:
     ids = torch.randint(3, min(vocab, VOCAB), TOKENS, generator=torch.Generator().manual_seed(1))
     expected: Tensor = twin(input_ids=ids, use_cache=False).logits
     recording = record(twin, blocks, ids)
-    found = Check(str(config["model_type"]), sum(p.numel() for p in twin.parameters()), len(blocks), False, 0.0)
+    check = Check(str(config["model_type"]), sum(p.numel() for p in twin.parameters()), len(blocks), False, 0.0)
     hidden = recording.hidden
     for index, block in enumerate(blocks.modules):
-        _add_block(found, twin, blocks, index, hidden, recording.calls[index])
+        _add_block(check, twin, blocks, index, hidden, recording.calls[index])
         hidden = run_block(block, hidden, recording.calls[index])
     logits = run_tail(twin, blocks, ids, hidden)
-    found.exact = torch.equal(logits, expected)
-    found.difference = float((logits - expected).norm() / expected.norm())
-    return found
+    check.exact = torch.equal(logits, expected)
+    check.difference = float((logits - expected).norm() / expected.norm())
+    return check
 
 
-def _add_block(found: Check, twin: nn.Module, blocks: Blocks, index: int, hidden: Tensor, call: BlockArguments) -> None:
+def _add_block(check: Check, twin: nn.Module, blocks: Blocks, index: int, hidden: Tensor, call: BlockArguments) -> None:
     block, prefix = blocks.modules[index], blocks.name(index)
     groups = input_groups(block, hidden, call)
     folds = find_folds(block, hidden, call, shared_modules(twin, prefix))
-    for kind in found.kinds:
+    for kind in check.kinds:
         if kind.module == type(block).__name__ and kind.groups == groups and _names(kind.folds) == _names(folds):
             kind.blocks.append(index)
             return
-    found.kinds.append(BlockKind([index], type(block).__name__, groups, folds))
+    check.kinds.append(BlockKind([index], type(block).__name__, groups, folds))
 
 
 def _names(search: FoldSearch) -> list[tuple[str, ...]]:

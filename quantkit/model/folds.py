@@ -107,11 +107,11 @@ def find_folds(
     search = FoldSearch()
     for names in by_pattern(lab.producers).values():
         barred = [name for name in names if name in shared]
-        found, reason = (None, "other blocks use it too") if barred else lab.examine(names)
-        if found is None:
+        folds, reason = (None, "other blocks use it too") if barred else lab.examine(names)
+        if folds is None:
             search.refused += [Refusal(name, reason) for name in names]
         else:
-            search.accepted += found
+            search.accepted += folds
     return search
 
 
@@ -180,8 +180,8 @@ class _Laboratory:
         offset = self._offset(first) if norm else 0.0
         if offset is None:
             return None, "its weight does not scale its output"
-        found = [torch.arange(self.width[first])] if norm else self._row_choices(first)
-        choices = [rows.to(self.device) for rows in found]
+        row_sets = [torch.arange(self.width[first])] if norm else self._row_choices(first)
+        choices = [rows.to(self.device) for rows in row_sets]
         if not choices:
             return None, "no linear after it has inputs that could be its outputs"
         reason = ""
@@ -206,17 +206,17 @@ class _Laboratory:
         before = module(*args)
         saved = {n: p.clone() for n, p in module.named_parameters(recurse=False)}
         s = self._factors(self.width[name], powers=False).to(before.dtype)
-        found = None
+        shift = None
         for offset in (0.0, 1.0):
             for n, p in module.named_parameters(recurse=False):
                 add = offset if n == "weight" else 0.0
                 p.copy_((saved[n] + add) / s.to(p.dtype) - add)
             if _difference(module(*args) * s, before) <= TOLERANCE:
-                found = offset
+                shift = offset
                 break
         for n, p in module.named_parameters(recurse=False):
             p.copy_(saved[n])
-        return found
+        return shift
 
     def _row_choices(self, name: str) -> Iterator[Tensor]:
         """Rows of a linear that one of the readers after it might read.

@@ -42,15 +42,15 @@ class Naming:
     def parts_of(self, stored: str) -> list[ParameterPart]:
         """List the parameters that a stored tensor holds: none, one, or all experts' parts of a fused one."""
         for key in (stored, f"{self.prefix}.{stored}", stored.removeprefix(f"{self.prefix}.")):
-            found = self._parts_of(key)
-            if found:
-                return found
+            parts = self._parts_of(key)
+            if parts:
+                return parts
         return []
 
     def module(self, stored: str) -> str | None:
         """Return the module that a stored (quantized) module belongs to: the owner of the weight it would have."""
-        found = self.parts_of(f"{stored}.weight")
-        return found[0].parameter.removesuffix(".weight") if len(found) == 1 and found[0].index is None else None
+        parts = self.parts_of(f"{stored}.weight")
+        return parts[0].parameter.removesuffix(".weight") if len(parts) == 1 and parts[0].index is None else None
 
     def _parts_of(self, key: str) -> list[ParameterPart]:
         if key in self.parameters:

@@ -54,14 +54,14 @@ def hadamard(size: int) -> list[Tensor]:
     while order <= size:
         core = paley(order)
         if core is not None:
-            found, rest = ([core] if order > 1 else []), size // order
+            factors, rest = ([core] if order > 1 else []), size // order
             while rest > 1:
                 part = torch.ones(1, 1, dtype=torch.float64)
                 while part.shape[0] < min(rest, 64):
                     part = torch.kron(PLUS, part)
-                found.insert(0, part)
+                factors.insert(0, part)
                 rest //= part.shape[0]
-            return found
+            return factors
         order *= 2
     raise UnsupportedModel(
         f"width {size}: Paley's and Sylvester's constructions give no Hadamard matrix of that order, so this model"
@@ -84,11 +84,11 @@ def paley(order: int) -> Tensor | None:
             conference = torch.ones(q + 1, q + 1, dtype=torch.float64)
             conference[0, 0] = 0
             conference[1:, 1:] = legendre[(number[:, None] - number) % q]
-            one = torch.eye(q + 1, dtype=torch.float64)
+            identity = torch.eye(q + 1, dtype=torch.float64)
             if remainder == 1:
-                return torch.kron(conference, PLUS) + torch.kron(one, MINUS)
+                return torch.kron(conference, PLUS) + torch.kron(identity, MINUS)
             conference[1:, 0] = -1
-            return conference + one
+            return conference + identity
     return None
 
 
@@ -262,7 +262,7 @@ def _logits(config: dict[str, Any], ids: Tensor, read: Callable[[str, Tensor | N
         cut["layer_types"] = [config["layer_types"][index] for index in blocks]
     model = build_skeleton(cut)
     for name, _ in list(model.named_parameters()):
-        stored = re.sub(r"layers\.(\d+)\.", lambda found: f"layers.{blocks[int(found[1])]}.", name)
+        stored = re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{blocks[int(match[1])]}.", name)
         owner = model.get_submodule(name.rpartition(".")[0])
         value = read(stored, ids if name in (EMBEDDINGS, HEAD) else None)
         owner._parameters[name.rpartition(".")[2]] = nn.Parameter(value, requires_grad=False)

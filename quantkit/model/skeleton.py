@@ -184,7 +184,10 @@ def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
 
 def widest_input(blocks: Blocks) -> int:
     """Return the most inputs that a linear of any block has; 1 without linears."""
-    return max((one.in_features for block in blocks.modules for one in block_linears(block).values()), default=1)
+    return max(
+        (block_module.in_features for block in blocks.modules for block_module in block_linears(block).values()),
+        default=1,
+    )
 
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -232,15 +235,15 @@ class Weights:
                 f"{self.source.path}: tensor {stored.name!r} is stored as {info.dtype}, but config.json names no "
                 "quantization that explains it. Give the 16-bit original."
             )
-        expected, found = tuple(self.parameters[name].shape), info.shape
+        expected, actual = tuple(self.parameters[name].shape), info.shape
         if stored.index is not None:
             experts, local = self._expert(name)
-            found = tuple(experts.layout.pick(torch.empty(info.shape[1:], device="meta"), local).shape)
+            actual = tuple(experts.layout.pick(torch.empty(info.shape[1:], device="meta"), local).shape)
             if len(experts) != info.shape[0]:
-                found = info.shape
-        if expected != found:
+                actual = info.shape
+        if expected != actual:
             raise SourceError(
-                f"{self.source.path}: tensor {stored.name!r} has shape {list(found)}; config.json implies"
+                f"{self.source.path}: tensor {stored.name!r} has shape {list(actual)}; config.json implies"
                 f" {list(expected)}. The weights and the config belong to different models."
             )
 

@@ -37,9 +37,9 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: _moved(one, device) for key, one in value.items()}
+        return {key: _moved(item, device) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_moved(one, device) for one in value)
+        return type(value)(_moved(item, device) for item in value)
     return value
 
 
@@ -166,8 +166,8 @@ def forward_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
     run: Any = model
 
     def logits() -> Tensor | None:
-        found: Tensor = run(input_ids=input_ids, use_cache=False).logits
-        return found if found.shape[:-1] == input_ids.shape else None
+        tail: Tensor = run(input_ids=input_ids, use_cache=False).logits
+        return tail if tail.shape[:-1] == input_ids.shape else None
 
     return _after_blocks(blocks, hidden, logits)
 
@@ -183,8 +183,8 @@ def forward_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
     trunk: Any = model.base_model
 
     def final() -> Tensor | None:
-        found: Tensor = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
-        return found if found.shape[:-1] == input_ids.shape else None
+        states: Tensor = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+        return states if states.shape[:-1] == input_ids.shape else None
 
     return _after_blocks(blocks, hidden, final)
 
@@ -210,9 +210,9 @@ def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | Non
             _forwards(list(blocks.modules), [first, *[later] * (len(blocks) - 1)]),
             contextlib.suppress(*wrong),
         ):
-            found = run()
-            if found is not None:
-                return found
+            outcome = run()
+            if outcome is not None:
+                return outcome
     raise UnsupportedModel(f"{blocks.prefix}: blocks that return neither a hidden state nor a tuple are not supported.")
 
 
@@ -304,7 +304,7 @@ def input_groups(block: nn.Module, hidden: Tensor, call: BlockArguments) -> list
     finally:
         for handle in handles:
             handle.remove()
-    groups = [group for found in seen.values() for group in found]
+    groups = [group for by_tensor in seen.values() for group in by_tensor]
     ran = [name for group in groups for name in group]
     twice = sorted({name for name in ran if ran.count(name) > 1})
     if twice:

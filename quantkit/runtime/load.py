@@ -137,14 +137,14 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" or cpu_has_bfloat16() else torch.float32
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    chosen = DTYPES.get(str(dtype).removeprefix("torch."))
+    if chosen is None:
         raise RequestError(f"dtype={dtype!r}: expected auto, {', '.join(DTYPES)}.")
-    if found == torch.float16 and device.type == "cpu":
+    if chosen == torch.float16 and device.type == "cpu":
         raise RequestError(
             "dtype=float16 on a CPU: large activations overflow and nothing gets faster. Use float32 or bfloat16."
         )
-    return found
+    return chosen
 
 
 def _tokenizer(source: Source) -> Any:

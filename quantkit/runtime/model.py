@@ -253,8 +253,8 @@ class Model:
 
     def layouts(self) -> dict[str, int]:
         """Layers by the layout of their packed weight: ``{"int4": 210}``."""
-        found = [m.packed.layout for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))]
-        return {name: found.count(name) for name in dict.fromkeys(found)}
+        kinds = [m.packed.layout for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))]
+        return {name: kinds.count(name) for name in dict.fromkeys(kinds)}
 
     def __repr__(self) -> str:
         dtype, layouts = str(self.dtype).removeprefix("torch."), self.layouts()
@@ -276,10 +276,10 @@ class Model:
         if not prompts:
             raise RequestError("no prompt was given.")
         try:
-            one = GenerationOptions(**overrides) if options is None else options
+            shared = GenerationOptions(**overrides) if options is None else options
         except TypeError as error:
             raise RequestError(f"unknown generation option: {error}") from None
-        each = [one] * len(prompts) if isinstance(one, GenerationOptions) else list(one)
+        each = [shared] * len(prompts) if isinstance(shared, GenerationOptions) else list(shared)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} options; give one for all, or one each.")
         _ = self.fast_step, self.graph_decoder  # proved before any clock runs

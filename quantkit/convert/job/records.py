@@ -31,14 +31,17 @@ from quantkit.convert.results import BlockResult, LayerReport, Measured
 RECORD, NUMBERS = "measured.json", "guides.safetensors"
 
 
-def keep_measured(folder: Path, found: Measured) -> None:
+def keep_measured(folder: Path, measured: Measured) -> None:
     """Keep the results of the sensitivity pass; the record is written last: where it is, the guides' numbers are."""
-    record: dict[str, Any] = {"sensitivity": found.sensitivity, "channels": [one.tolist() for one in found.channels]}
+    record: dict[str, Any] = {
+        "sensitivity": measured.sensitivity,
+        "channels": [channels.tolist() for channels in measured.channels],
+    }
     with disk(folder):
-        if found.guides is not None:
-            record["guides"] = [None if g is None else [g.linears, g.outputs] for g in found.guides]
+        if measured.guides is not None:
+            record["guides"] = [None if g is None else [g.linears, g.outputs] for g in measured.guides]
             numbers = {
-                f"{i}.{k}": v for i, g in enumerate(found.guides) if g is not None for k, v in g.to_store().items()
+                f"{i}.{k}": v for i, g in enumerate(measured.guides) if g is not None for k, v in g.to_store().items()
             }
             data = save(numbers)
             (folder / NUMBERS).write_bytes(data)
@@ -55,7 +58,7 @@ def kept_measured(folder: Path) -> Measured | None:
     record = read_record(folder / RECORD)
     if record is None:
         return None
-    channels = [torch.tensor(one) for one in record["channels"]]
+    channels = [torch.tensor(stored) for stored in record["channels"]]
     if "guides" not in record:
         return Measured(record["sensitivity"], channels)
     try:
@@ -78,11 +81,11 @@ def kept_measured(folder: Path) -> Measured | None:
 def to_record(ranges: LayerRanges) -> dict[str, Any]:
     """Return the ranges as JSON that ``from_record`` reads back, to the bit."""
     return {
-        "keys": {str(bits): [_text(part) for part in one] for bits, one in ranges.keys.items()},
-        "values": {str(bits): [_text(part) for part in one] for bits, one in ranges.values.items()},
+        "keys": {str(bits): [_text(part) for part in by_bits] for bits, by_bits in ranges.keys.items()},
+        "values": {str(bits): [_text(part) for part in by_bits] for bits, by_bits in ranges.values.items()},
         "damage": [
-            {str(bits): cost for bits, cost in one.items()}
-            for one in (ranges.key_sensitivity, ranges.value_sensitivity)
+            {str(bits): cost for bits, cost in by_bits.items()}
+            for by_bits in (ranges.key_sensitivity, ranges.value_sensitivity)
         ],
     }
 
@@ -90,10 +93,10 @@ def to_record(ranges: LayerRanges) -> dict[str, Any]:
 def from_record(stored: Mapping[str, Any]) -> LayerRanges:
     """Read ranges back from what ``to_record`` returned."""
 
-    def side(found: Mapping[str, Any]) -> dict[int, Range]:
-        return {int(bits): (_tensor(one[0]), _tensor(one[1])) for bits, one in found.items()}
+    def side(stored_side: Mapping[str, Any]) -> dict[int, Range]:
+        return {int(bits): (_tensor(entry[0]), _tensor(entry[1])) for bits, entry in stored_side.items()}
 
-    sensitivity = [{int(bits): float(cost) for bits, cost in one.items()} for one in stored["damage"]]
+    sensitivity = [{int(bits): float(cost) for bits, cost in entry.items()} for entry in stored["damage"]]
     return LayerRanges(side(stored["keys"]), side(stored["values"]), *sensitivity)
 
 
@@ -123,7 +126,7 @@ def result_record(result: BlockResult) -> dict[str, Any]:
 
 def restored_result(facts: dict[str, Any]) -> BlockResult:
     """Read a block's result back from what ``result_record`` returned, without tensors."""
-    kv = {name: from_record(one) for name, one in facts["kv"].items()}
+    kv = {name: from_record(record) for name, record in facts["kv"].items()}
     layers = [LayerReport(**layer) for layer in facts["layers"]]
     return BlockResult(
         {}, facts["digests"], layers, kv, facts["notes"], facts["folds"], facts["tuning"], facts["distilled"]

@@ -37,7 +37,7 @@ class StateStore:
     def latest(self, limit: int) -> tuple[int, list[Tensor]] | None:
         """Return the latest intact states in front of a block up to ``limit``, with the block's index; or None."""
         records = [(record["block"], slot, record) for slot, record in self._records().items()]
-        for block, slot, record in sorted(records, key=lambda found: -found[0]):
+        for block, slot, record in sorted(records, key=lambda entry: -entry[0]):
             states = self._read(slot, record) if block <= limit else None
             if states is not None:
                 return int(block), states

@@ -129,11 +129,11 @@ class Work:
 
     def text(self) -> CalibrationWindows | None:
         """What ``keep_text`` kept, or None."""
-        found = read_record(self.folder / "text.json")
+        record = read_record(self.folder / "text.json")
         return (
             None
-            if found is None
-            else CalibrationWindows(**{**found, "ids": torch.tensor(found["ids"], dtype=torch.int64)})
+            if record is None
+            else CalibrationWindows(**{**record, "ids": torch.tensor(record["ids"], dtype=torch.int64)})
         )
 
     @property
@@ -147,9 +147,9 @@ class Work:
         with disk(self.folder):
             write_record(self.folder / "job.json", self._job)
 
-    def keep_measured(self, found: Measured) -> None:
+    def keep_measured(self, measured: Measured) -> None:
         """Keep what was measured before the first block."""
-        keep_measured(self.folder, found)
+        keep_measured(self.folder, measured)
 
     def measured(self) -> Measured | None:
         """What ``keep_measured`` kept, or None."""
@@ -158,8 +158,8 @@ class Work:
     @property
     def finished(self) -> dict[str, Any] | None:
         """The facts given to ``finish``, if the output was complete when an earlier process ended."""
-        found: dict[str, Any] | None = self._job["finished"]
-        return found
+        record: dict[str, Any] | None = self._job["finished"]
+        return record
 
     @property
     def choice(self) -> BudgetChoice | None:

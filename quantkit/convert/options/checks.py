@@ -41,11 +41,11 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
     decided = _decided_elsewhere(options)
     useless = {name: why for name, why in _without_effect(options).items() if getattr(options, name) != DEFAULTS[name]}
     useless |= decided
-    found = [name for name in useless if name in set(given)]
-    if found:
-        flags = ", ".join(_flag(name, getattr(options, name)) for name in found)
-        reasons = "; ".join(dict.fromkeys(useless[name] for name in found))
-        verb, them = ("has", "it") if len(found) == 1 else ("have", "them")
+    idle = [name for name in useless if name in set(given)]
+    if idle:
+        flags = ", ".join(_flag(name, getattr(options, name)) for name in idle)
+        reasons = "; ".join(dict.fromkeys(useless[name] for name in idle))
+        verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")
         raise RequestError(f"{flags} {verb} no effect: {reasons}. Leave {them} out.")
 
 

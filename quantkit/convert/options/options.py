@@ -140,15 +140,15 @@ class ConvertOptions:
 
     def _check_numbers(self) -> None:
         """From Python anything can come: a number in quotes would pass every comparison of another type, or none."""
-        for one in fields(self):
-            value, kind = getattr(self, one.name), str(one.type)
+        for option in fields(self):
+            value, kind = getattr(self, option.name), str(option.type)
             whole = isinstance(value, int) and not isinstance(value, bool)
             if kind == "int" and not whole:
-                raise RequestError(f"--{one.name.replace('_', '-')} {value!r}: a whole number.")
+                raise RequestError(f"--{option.name.replace('_', '-')} {value!r}: a whole number.")
             if kind.startswith("float") and not (
                 whole or isinstance(value, float) or (value is None and "None" in kind)
             ):
-                raise RequestError(f"--{one.name.replace('_', '-')} {value!r}: a number.")
+                raise RequestError(f"--{option.name.replace('_', '-')} {value!r}: a number.")
 
     def _check_target(self) -> None:
         if self.target_bpw is not None and self.target_size is not None:
@@ -286,10 +286,10 @@ def parse_size(text: int | str) -> int:
     >>> parse_size("3.5GB"), parse_size("1 GiB"), parse_size(77)
     (3500000000, 1073741824, 77)
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", str(text))
-    if not found or found[2].upper() not in UNITS or not float(found[1]) > 0:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2].upper() not in UNITS or not float(match[1]) > 0:
         raise RequestError(f"--target-size {text}: a size such as 3.5GB, 700MB or 1.2GiB.")
-    return int(Decimal(found[1]) * UNITS[found[2].upper()])  # 16.002 KB are 16,002 bytes
+    return int(Decimal(match[1]) * UNITS[match[2].upper()])  # 16.002 KB are 16,002 bytes
 
 
 def method_words(method: str, options: Mapping[str, Any], preset: str | None) -> str:

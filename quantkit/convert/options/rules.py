@@ -76,9 +76,9 @@ def parse_rule(text: str, base: Scheme) -> Rule:
     >>> parse_rule("*.down_proj=bits:8,group:channel", Scheme(4, 128)).scheme(Scheme(4, 128)).describe()
     'W8 channel sym'
     """
-    pattern, found, settings = text.rpartition("=")
+    pattern, equals, settings = text.rpartition("=")
     pattern = pattern.strip()
-    if not found or not pattern:
+    if not equals or not pattern:
         raise _bad(text, "no pattern and settings joined by '='")
     if pattern.startswith("re:"):
         try:
@@ -198,12 +198,12 @@ def scheme_words(scheme: Scheme | None) -> str:
 
 def split_fused(schemes: Mapping[str, Scheme | None]) -> list[str]:
     """One sentence per kind of fused linears whose schemes differ: who, what, and the rule that mends it."""
-    found: dict[str, dict[str, list[str]]] = {}
+    groups_of: dict[str, dict[str, list[str]]] = {}
     for name in schemes:
         for group, pattern in fused_groups(name):
-            found.setdefault(group, {}).setdefault(pattern, []).append(name)
+            groups_of.setdefault(group, {}).setdefault(pattern, []).append(name)
     problems: dict[tuple[str, str], list[str]] = {}
-    for group, by_pattern in found.items():
+    for group, by_pattern in groups_of.items():
         for pattern, names in by_pattern.items():
             words: dict[str, str] = {}
             for name in names:

@@ -145,8 +145,10 @@ def _distil_bytes(
         count * (1 + weights.source.info(weights.stored(name)).dtype.itemsize)
         for name, count in zip(names, counts, strict=True)
     )
-    block = max(sum(p.numel() for p in one.parameters()) for one in blocks.modules)
-    inner = max(sum(m.in_features + m.out_features for m in block_linears(one).values()) for one in blocks.modules)
+    block = max(sum(p.numel() for p in module.parameters()) for module in blocks.modules)
+    inner = max(
+        sum(m.in_features + m.out_features for m in block_linears(module).values()) for module in blocks.modules
+    )
     held = codes if codes < RESIDENT * available_bytes() else 0
     one_step = 4 * step * ((len(blocks) + 2) * config.hidden_size + 3 * inner) + 4 * 4 * block
     logits = 5 * 4 * min(chunk_tokens(config.vocab_size), step) * config.vocab_size
@@ -240,7 +242,7 @@ def sensitivity_bytes(
     shares = 6 * tokens * sizes.hidden  # squares in float64, their shares, and those that are finite
     kept = tokens // sensitivity.STRIDE * 2 * sizes.inner + 10 * sizes.largest_group if units else 0
     block = sizes.block + kept + 4 * TOKENS * sizes.inner
-    linears = max(len(block_linears(one)) for one in blocks.modules)
+    linears = max(len(block_linears(module)) for module in blocks.modules)
     fit = sizes.block + kept + bytes_to_fit(sizes.hidden, linears, tokens) // 4 if guided else 0
     return 4 * (streams + max(tail, block, shares, fit))
 

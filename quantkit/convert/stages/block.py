@@ -70,9 +70,9 @@ def quantize_block(
     solved: Iterable[_Solved] = _solve_groups(solver, prefix, block, groups, result)
     if tune_inputs is not None:
         solved = _learn(solver, prefix, block, list(solved), tune_inputs, result)
-    for one in solved:
+    for linear in solved:
         raise_if_interrupted()
-        _write_result(solver, one, result)
+        _write_result(solver, linear, result)
 
 
 def _solve_groups(
@@ -121,19 +121,19 @@ def _learn(
     """All linears of the block together: codes and scales from what was solved for each."""
     if not solved:
         return solved
-    tuned = tune_block(solver.options, block, {one.name: one.quantized for one in solved}, tune_inputs)
+    tuned = tune_block(solver.options, block, {entry.name: entry.quantized for entry in solved}, tune_inputs)
     if tuned.trouble is not None:
         result.notes.append(f"{prefix}: not tuned, {tuned.trouble}" if not tuned.step else f"{prefix}: {tuned.trouble}")
     if math.isfinite(tuned.before):
         result.tuning[prefix] = {"before": tuned.before, "after": tuned.after, "step": tuned.step}
-    return [replace(one, quantized=tuned.quantized[one.name]) for one in solved]
+    return [replace(entry, quantized=tuned.quantized[entry.name]) for entry in solved]
 
 
-def _write_result(solver: Solver, one: _Solved, result: BlockResult) -> None:
+def _write_result(solver: Solver, entry: _Solved, result: BlockResult) -> None:
     """Report and encode what was decided; the linear computes with it from now on."""
-    target, linear, q = one.target, one.linear, one.quantized
+    target, linear, q = entry.target, entry.linear, entry.quantized
     dequantized = q.dequantize()
-    result.layers.append(_report(target, linear.weight, q, dequantized, one.group, one.solution))
+    result.layers.append(_report(target, linear.weight, q, dequantized, entry.group, entry.solution))
     result.parts.update({f"{target.name}.{part}": value.cpu() for part, value in solver.format.encode(q).items()})
     result.digests[target.name] = decision_sha256(q.to("cpu"))
     linear.weight = nn.Parameter(dequantized, requires_grad=False)
@@ -177,13 +177,13 @@ def _nearest(weight: Tensor, solution: Solution) -> Solution:
 
 def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:
     """The stacked result, one linear at a time."""
-    found, start = [], 0
+    parts, start = [], 0
     for target in targets:
         rows = slice(start, start + target.out_features)
         zeros = None if q.zeros is None else q.zeros[rows]
-        found.append(QuantTensor(q.codes[rows], q.scales[rows], zeros, q.scheme))
+        parts.append(QuantTensor(q.codes[rows], q.scales[rows], zeros, q.scheme))
         start += target.out_features
-    return found
+    return parts
 
 
 def _report(

@@ -28,8 +28,8 @@ def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> N
     if isinstance(source, RotatedSource):
         source = source.original  # as stored: rotating takes longer than reading
     stored = set(source.names())
-    names = sorted({one.name for one in weights.sources.values()} & stored)
-    entries = {one.name for one in weights.sources.values() if one.index is not None}
+    names = sorted({ref.name for ref in weights.sources.values()} & stored)
+    entries = {ref.name for ref in weights.sources.values() if ref.index is not None}
     bad = []
     for done, name in enumerate(names):
         listen(done, len(names))

@@ -90,8 +90,8 @@ class _Block:
     norms: dict[str, LearnedNorm] = field(default_factory=dict)
 
     def learned(self) -> Iterator[nn.Parameter]:
-        yield from (one.delta for one in self.scales.values())
-        yield from (one.delta for one in self.norms.values())
+        yield from (learner.delta for learner in self.scales.values())
+        yield from (learner.delta for learner in self.norms.values())
 
 
 class _Student:
@@ -138,12 +138,12 @@ class _Student:
         The temporaries of a vocabulary's rows would be three times as large.
         """
         q = self._quantized(target.parameter)
-        found = torch.empty(q.codes.shape, device=q.codes.device)
-        for rows in torch.arange(len(found)).split(max(1, CHUNK // found.shape[1])):
+        weight = torch.empty(q.codes.shape, device=q.codes.device)
+        for rows in torch.arange(len(weight)).split(max(1, CHUNK // weight.shape[1])):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
             zeros = None if q.zeros is None else q.zeros[part]
-            found[part] = affine.dequantize(q.codes[part], q.scales[part], zeros, q.scheme)
-        return found
+            weight[part] = affine.dequantize(q.codes[part], q.scales[part], zeros, q.scheme)
+        return weight
 
     def round_(self) -> None:
         """Let scales and norms be what will be stored."""
@@ -188,13 +188,13 @@ class _Student:
         """Every parameter of a block as it was written, on the device: quantized ones as codes, others in float32."""
         if self._held is not None and index in self._held:
             return self._held[index]
-        prefix, found = self.written.blocks.name(index), {}
+        prefix, values = self.written.blocks.name(index), {}
         for local, _ in self.written.blocks.modules[index].named_parameters():
             name = f"{prefix}.{local}"
-            found[local] = self._quantized(name) if name in self.targets else self._plain(name)
+            values[local] = self._quantized(name) if name in self.targets else self._plain(name)
         if self._held is not None:
-            self._held[index] = found
-        return found
+            self._held[index] = values
+        return values
 
     def _quantized(self, name: str) -> QuantTensor:
         target = self.targets[name]
@@ -284,12 +284,12 @@ class _Pass:
     def _embedded(self, ids: Tensor, head_embeddings: dict[str, Tensor]) -> tuple[list[Tensor], list[BlockArguments]]:
         """States in front of block 0, one tensor per step, and every block's arguments."""
         written, tokens = self.written, self.batches[0].numel()
-        found = embed(
+        embedded = embed(
             written.model, written.blocks, written.weights, ids, written.device, None, tokens, head_embeddings
         )
-        return found.states, found.calls
+        return embedded.states, embedded.calls
 
-    def _original(self, found: list[Tensor]) -> list[Tensor]:
+    def _original(self, states: list[Tensor]) -> list[Tensor]:
         """Advance states in front of the original's first block to its final hidden states, block by block.
 
         Head, final norm and embeddings are loaded afterwards, and stay.
@@ -298,15 +298,15 @@ class _Pass:
         for index in range(len(written.blocks)):
             self.listen("original", index, len(written.blocks), "")
             with loaded(written.weights, written.blocks, index, written.device) as block:
-                advance(block, found, self.calls[index])
+                advance(block, states, self.calls[index])
         self.listen("original", len(written.blocks), len(written.blocks), "")
         plain = [name for name in written.weights.parameters if not name.startswith(f"{written.blocks.prefix}.")]
         load_parameters(written.model, written.weights, plain, written.device)
-        for step, state in enumerate(found):
-            found[step] = forward_norm(
+        for step, state in enumerate(states):
+            states[step] = forward_norm(
                 written.model, written.blocks, self.batches[step].to(written.device), state.to(written.device)
             ).cpu()
-        return found
+        return states
 
     def _step(self, step: int) -> None:
         """One step of Adam."""
@@ -394,11 +394,11 @@ class _Pass:
     def _resume(self) -> int:
         """Steps that an earlier process did; what it learned is taken up."""
         learned = self.student.parameters()
-        found = self.store.latest(len(self.calls) + self.steps) if self.resumed else None
-        if found is None or found[0] <= len(self.calls):
+        stored = self.store.latest(len(self.calls) + self.steps) if self.resumed else None
+        if stored is None or stored[0] <= len(self.calls):
             return 0
-        done = found[0] - len(self.calls)
-        values = iter(found[1])
+        done = stored[0] - len(self.calls)
+        values = iter(stored[1])
         with torch.no_grad():
             for p in learned:
                 p.copy_(next(values))

@@ -83,16 +83,16 @@ def fold_block(
     return done
 
 
-def missing_folds(found: Mapping[str, Mapping[str, bool]]) -> list[str]:
+def missing_folds(by_block: Mapping[str, Mapping[str, bool]]) -> list[str]:
     """Notes about blocks where something could not be scaled that can be in blocks of the same producers.
 
     found: ``BlockResult.folds`` by block. Blocks without any fold have a note already.
     """
     usual: dict[frozenset[str], set[str]] = {}
-    for folds in found.values():
+    for folds in by_block.values():
         usual.setdefault(frozenset(folds), set()).update(kind for kind, scaled in folds.items() if scaled)
     notes = []
-    for name, folds in found.items():
+    for name, folds in by_block.items():
         missing = sorted(kind for kind in usual[frozenset(folds)] if not folds[kind])
         if missing and any(folds.values()):
             notes.append(f"{name}: the channels of {', '.join(missing)} are not scaled, unlike in other blocks")
@@ -125,33 +125,33 @@ def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str |
     Ones if nothing that is quantized reads it, or with the reason why.
     """
     folding, fold = stage.folding, stage.fold
-    one = torch.ones(fold.channels, device=stage.weight.device)
+    ones = torch.ones(fold.channels, device=stage.weight.device)
     if folding.method == "smooth":
         readers = _readers(folding, stage.prefix, stage.block, fold, groups)
-        return stage.realise(smooth_factors(readers, fold.channels)) if readers else one, None
+        return stage.realise(smooth_factors(readers, fold.channels)) if readers else ones, None
     consumers = _consumers(folding, stage.prefix, stage.block, fold, groups)
     if not consumers:
-        return one, None
+        return ones, None
     if folding.method == "hqq":
         try:
             return search_channel_factors(consumers, fold.channels, stage.realise), None
         except NumericsError as error:
-            return one, str(error)
+            return ones, str(error)
     found = search_factors(consumers, fold.channels, stage.realise)
-    return (found.values, None) if found.fallback is None else (one, found.fallback)
+    return (found.values, None) if found.fallback is None else (ones, found.fallback)
 
 
 def _readers(
     folding: Folding, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]
 ) -> list[FoldReader]:
     """What the fold's channels are read by: the linears that will be quantized."""
-    found = []
+    readers = []
     for group in groups:
         for name in group.names:
             if f"{prefix}.{name}" in folding.targets and name in fold.consumers and group.largest is not None:
                 weights = block.get_parameter(f"{name}.weight").abs().amax(0)
-                found.append(FoldReader(group.largest, weights, fold.consumers[name]))
-    return found
+                readers.append(FoldReader(group.largest, weights, fold.consumers[name]))
+    return readers
 
 
 def _consumers(
@@ -161,7 +161,7 @@ def _consumers(
 
     The linears that will be quantized, stacked where input and scheme are one.
     """
-    found = []
+    consumers = []
     tokens = max((group.tokens for group in groups), default=0)
     for group in groups:
         by_scheme: dict[Scheme, list[str]] = {}
@@ -173,8 +173,8 @@ def _consumers(
             assert group.hessian is not None
             weight, each = thin_stack([block.get_parameter(f"{name}.weight") for name in names])
             share = max(group.tokens, 1) / max(tokens, 1)  # an expert that no token reached has its layer's statistics
-            found.append(Consumer(weight, group.hessian, fold.consumers[names[0]], scheme, share * each))
-    return found
+            consumers.append(Consumer(weight, group.hessian, fold.consumers[names[0]], scheme, share * each))
+    return consumers
 
 
 class _Stage:

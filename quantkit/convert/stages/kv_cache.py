@@ -36,7 +36,7 @@ def calibrate_layer(
         )
     if request.budget is None:
         return ranges
-    found: list[dict[int, float]] = []
+    costs: list[dict[int, float]] = []
     for words in ("k{}v16", "k16v{}"):
         schemes = [KVScheme.of(words.format(bits), request.scheme.scales) for bits in BUDGET_BITS]
         scales = [None if scheme.scales == "online" else ranges.scales(scheme) for scheme in schemes]
@@ -44,8 +44,8 @@ def calibrate_layer(
             partial(as_cached, scheme=scheme, static=static, behind=NEWEST - 1)
             for scheme, static in zip(schemes, scales, strict=True)
         ]
-        found.append(dict(zip(BUDGET_BITS, cache_sensitivity(block, states, call, trials), strict=True)))
-    return LayerRanges(ranges.keys, ranges.values, *found)
+        costs.append(dict(zip(BUDGET_BITS, cache_sensitivity(block, states, call, trials), strict=True)))
+    return LayerRanges(ranges.keys, ranges.values, *costs)
 
 
 def decide_cache(request: CacheRequest, layers: Mapping[str, LayerRanges]) -> KVPlan:
@@ -54,14 +54,15 @@ def decide_cache(request: CacheRequest, layers: Mapping[str, LayerRanges]) -> KV
         schemes = dict.fromkeys(layers, request.scheme)
     else:
         bits = allocate(
-            [side for one in layers.values() for side in (one.key_sensitivity, one.value_sensitivity)], request.budget
+            [side for ranges in layers.values() for side in (ranges.key_sensitivity, ranges.value_sensitivity)],
+            request.budget,
         )
         schemes = {
             name: KVScheme.of(f"k{bits[2 * i]}v{bits[2 * i + 1]}", request.scheme.scales)
             for i, name in enumerate(layers)
         }
     scheme = request.scheme if request.budget is None else most_common(list(schemes.values()))
-    return KVPlan(scheme, schemes, {name: one.scales(schemes[name]) for name, one in layers.items()})
+    return KVPlan(scheme, schemes, {name: ranges.scales(schemes[name]) for name, ranges in layers.items()})
 
 
 def most_common(schemes: Sequence[KVScheme]) -> KVScheme:
@@ -73,10 +74,10 @@ def engine_scales(plan: KVPlan, stored: Mapping[str, str]) -> dict[str, Tensor]:
 
     stored: parameter name -> its name in the checkpoint.
     """
-    found = {}
+    tensors = {}
     for name, scales in plan.static.items():
-        parameter = next(one for one in stored if one.startswith(f"{name}."))
+        parameter = next(entry for entry in stored if entry.startswith(f"{name}."))
         place = stored[parameter].removesuffix(parameter.removeprefix(name))
-        found[f"{place}.k_scale"] = scales.k_scale.flatten()[:1].clone()
-        found[f"{place}.v_scale"] = scales.v_scale.flatten()[:1].clone()
-    return found
+        tensors[f"{place}.k_scale"] = scales.k_scale.flatten()[:1].clone()
+        tensors[f"{place}.v_scale"] = scales.v_scale.flatten()[:1].clone()
+    return tensors

@@ -73,22 +73,22 @@ class SensitivityPass:
                     on_step(index, total)
                     self._forward(index, states, calls[index].to(self.device))
                 gradients, head = self._tail(states, any(unit.kind in ("head", "tied") for unit in units))
-                found: dict[tuple[str, ...], list[float]] = {}
+                costs: dict[tuple[str, ...], list[float]] = {}
                 channels: list[Tensor] = []
                 guides: list[Guide | None] = []
                 for index in reversed(range(len(self.blocks))):
                     on_step(total - 1 - index, total)
                     channels.insert(0, sensitivity.channel_shares(gradients).cpu())
                     more, guide = self._back(index, gradients, calls[index].to(self.device), units)
-                    found |= more
+                    costs |= more
                     guides.insert(0, guide)
             finally:
                 self.file.unlink(missing_ok=True)
             for unit in units:
                 if unit.kind != "linear":
-                    found[unit.members] = self._head_or_embedding(unit, gradients, head)
+                    costs[unit.members] = self._head_or_embedding(unit, gradients, head)
         on_step(total, total)
-        return Measured([found[unit.members] for unit in units], channels, guides if self.guided else None)
+        return Measured([costs[unit.members] for unit in units], channels, guides if self.guided else None)
 
     @contextmanager
     def _outside_loaded(self) -> Iterator[None]:
@@ -118,10 +118,10 @@ class SensitivityPass:
         states: list[Tensor] = []
         calls: list[BlockArguments] = []
         for index in range(len(self.ids)):
-            found = record(self.model, self.blocks, self._window(index))
-            states.append(found.hidden.clone())
-            calls = calls or found.calls
-            if not all(same_call(a, b) for a, b in zip(calls, found.calls, strict=True)):
+            recording = record(self.model, self.blocks, self._window(index))
+            states.append(recording.hidden.clone())
+            calls = calls or recording.calls
+            if not all(same_call(a, b) for a, b in zip(calls, recording.calls, strict=True)):
                 raise UnsupportedModel(
                     f"{self.weights.source.path}: the arguments of its blocks depend on the tokens, not only on their"
                     " positions; stepping it block by block is not supported."
@@ -141,12 +141,12 @@ class SensitivityPass:
 
     def _kept(self, index: int, window: int, like: Tensor) -> Tensor:
         """What ``_forward`` kept of a window."""
-        found = torch.empty(like.shape)  # torch's own memory: products depend in their last bits on how it is aligned
+        state = torch.empty(like.shape)  # torch's own memory: products depend in their last bits on how it is aligned
         with open(self.file, "rb") as file:
             file.seek((index * len(self.ids) + window) * like.nbytes)
-            if file.readinto(found.numpy().data.cast("B")) != like.nbytes:
+            if file.readinto(state.numpy().data.cast("B")) != like.nbytes:
                 raise NumericsError(f"{self.file}: shorter than what was written to it. Another program changed it.")
-        return found.to(self.device)
+        return state.to(self.device)
 
     def _tail(self, states: list[Tensor], head: bool) -> tuple[list[Tensor], sensitivity.HeadReads | None]:
         """Gradients at the last block's output, and what the head reads on the last tokens of each window."""
@@ -224,14 +224,14 @@ class SensitivityPass:
     ) -> list[float]:
         """Head, embeddings, or the matrix that is both: the sum of what it does in each place."""
         weight = self.model.get_parameter(f"{unit.members[0]}.weight")
-        found = [0.0] * len(unit.options)
+        costs = [0.0] * len(unit.options)
         if unit.kind in ("head", "tied"):
             assert head is not None
-            found = [sensitivity.head_sensitivity(weight, head, self._rounding(scheme)) for scheme in unit.options]
+            costs = [sensitivity.head_sensitivity(weight, head, self._rounding(scheme)) for scheme in unit.options]
         if unit.kind in ("embedding", "tied"):
             more = self._embedding(weight, unit.options, gradients)
-            found = [one + other for one, other in zip(found, more, strict=True)]
-        return found
+            costs = [cost + other for cost, other in zip(costs, more, strict=True)]
+        return costs
 
     def _embedding(self, weight: Tensor, options: Sequence[Scheme | None], gradients: Sequence[Tensor]) -> list[float]:
         """Measure the sensitivity of embeddings for each option, in nats per token.

@@ -128,12 +128,12 @@ def _idle(module: nn.Module, tokens: int) -> set[int]:
 
     Of a weight that is held twice, that is the form that is not used for so few tokens.
     """
-    found: set[int] = set()
+    addresses: set[int] = set()
     for layer in module.modules():
         if isinstance(layer, QuantLinear) and layer.dense is not None:
             idle = layer.packed.buffers() if layer.takes_dense(tokens) else [layer.dense]
-            found.update(tensor.data_ptr() for tensor in idle)
-    return found
+            addresses.update(tensor.data_ptr() for tensor in idle)
+    return addresses
 
 
 def _expert_share(config: Any, batch: int) -> float:
@@ -146,12 +146,12 @@ def _expert_share(config: Any, batch: int) -> float:
 def _lookups(module: Any) -> dict[int, tuple[int, int]]:
     """Find the tensors that only an embedding uses: address -> (bytes, rows)."""
     heads = {t.data_ptr() for m in module.modules() if not _embeds(m) for t in _own(m)}
-    found = {}
+    sizes = {}
     for owner in module.modules():
         if _embeds(owner):
             tables = [t for t in _own(owner) if t.dim() > 1]  # not the factor that gemma multiplies by
-            found.update({t.data_ptr(): (t.nbytes, int(owner.num_embeddings)) for t in tables})
-    return {address: size for address, size in found.items() if address not in heads}
+            sizes.update({t.data_ptr(): (t.nbytes, int(owner.num_embeddings)) for t in tables})
+    return {address: size for address, size in sizes.items() if address not in heads}
 
 
 def _row_bytes(lookups: dict[int, tuple[int, int]]) -> int:

@@ -63,8 +63,8 @@ class Family:
         device = self.last_norm.device
         at = torch.arange(positions, device=device)[None]
         like = torch.zeros(1, 1, dtype=torch.float32, device=device)
-        found = self.rotary(like, at) if kind is None else self.rotary(like, at, kind)
-        cos, sin = (part[0].float().contiguous() for part in found)
+        tables = self.rotary(like, at) if kind is None else self.rotary(like, at, kind)
+        cos, sin = (part[0].float().contiguous() for part in tables)
         return cos, sin
 
 
@@ -85,10 +85,10 @@ def recognise(module: Any) -> Family | None:
     numbers = {_numbers(layer) for layer in layers}
     if last is None or any(block is None for block in blocks) or len(numbers) != 1:
         return None
-    (found,) = numbers
-    if found is None:
+    (shape,) = numbers
+    if shape is None:
         return None
-    heads, kv_heads, head_dim, scaling, act = found
+    heads, kv_heads, head_dim, scaling, act = shape
     eps = {_eps(m) for m in base.modules() if _eps(m) is not None}
     if len(eps) != 1:
         return None
@@ -135,7 +135,7 @@ def _block(layer: Any, kind: str | None) -> Block | None:
     if getattr(attention, "attn_logit_softcapping", None) is not None or getattr(attention, "sinks", None) is not None:
         return None
     sandwich = parts > {"pre_feedforward_layernorm"}
-    found: dict[str, Any] = {
+    pieces: dict[str, Any] = {
         "norm_in": effective_norm(layer.input_layernorm),
         "norm_mid": effective_norm(layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm),
         "after_attention": effective_norm(layer.post_attention_layernorm) if sandwich else None,
@@ -145,12 +145,12 @@ def _block(layer: Any, kind: str | None) -> Block | None:
     }
     wanted = {"norm_in", "norm_mid"} | ({"after_attention", "after_mlp"} if sandwich else set())
     wanted |= {"q_norm", "k_norm"} & inner
-    if any(found[name] is None for name in wanted):
+    if any(pieces[name] is None for name in wanted):
         return None
-    if any(found[n] is not None and found[n].shape[0] != attention.head_dim for n in ("q_norm", "k_norm")):
+    if any(pieces[n] is not None and pieces[n].shape[0] != attention.head_dim for n in ("q_norm", "k_norm")):
         return None
     linears = {name: getattr(attention if name in ATTENTION else mlp, name) for name in MATRICES}
-    return Block(**found, linears=linears, rotary=kind)
+    return Block(**pieces, linears=linears, rotary=kind)
 
 
 def _numbers(layer: Any) -> tuple[int, int, int, float, int] | None:
@@ -179,8 +179,8 @@ def _activation(function: Any) -> int | None:
 def _eps(module: Any) -> float | None:
     if "norm" not in type(module).__name__.lower():
         return None
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return None if found is None else float(found)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return None if eps is None else float(eps)
 
 
 def effective_norm(norm: Any) -> Tensor | None:

@@ -227,10 +227,10 @@ def columns(modules: Sequence[Any], x: Tensor, dense: tuple[Tensor, Tensor | Non
     if dense is not None:
         return list(nn.functional.linear(x, *dense).split([m.out_features for m in modules], dim=-1))
     joined: dict[int, tuple[Tensor, ...]] = {}
-    found = []
+    outputs = []
     for module in modules:
         if not isinstance(module, FusedLinear):
-            found.append(module(x))
+            outputs.append(module(x))
             continue
         together = module.fused
         if id(together) not in joined:
@@ -238,8 +238,8 @@ def columns(modules: Sequence[Any], x: Tensor, dense: tuple[Tensor, Tensor | Non
             joined[id(together)] = linear(x, together.weight, together.bias, kernel=kernel).split(
                 together.splits, dim=-1
             )
-        found.append(joined[id(together)][module.index])
-    return found
+        outputs.append(joined[id(together)][module.index])
+    return outputs
 
 
 def pair_of(gate: nn.Module, up: nn.Module) -> tuple[TritonWeight, Tensor | None] | None:

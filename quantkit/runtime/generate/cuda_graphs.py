@@ -59,8 +59,8 @@ class Mailbox:
         index = number % (LAG + 2)
         if self._cuda:
             self._done[index].synchronize()
-        found: list[int] = self._host_tokens[index].tolist()
-        return found
+        tokens: list[int] = self._host_tokens[index].tolist()
+        return tokens
 
 
 class Slot:
@@ -108,13 +108,13 @@ class Slot:
         draws: random numbers that each sequence has not used yet.
         """
         self.tables.fill(cache, until)
-        self.choices.fill([one.options for one in live])
+        self.choices.fill([request.options for request in live])
         for row, numbers in enumerate(draws):
             self.uniform[row, : len(numbers)] = numbers.to(self.uniform)
         self.chosen.zero_()
 
     def remember(self, live: Sequence[Answering], vocab: int) -> None:
-        self.choices.remember([[*one.sampler.seen, *one.tokens] for one in live], vocab)
+        self.choices.remember([[*request.sampler.seen, *request.tokens] for request in live], vocab)
 
 
 class GraphDecoder:
@@ -155,7 +155,7 @@ class GraphDecoder:
             return None
         run = None
         try:
-            slot = self.slot([one.options for one in live], until)
+            slot = self.slot([request.options for request in live], until)
             if not self.broken:
                 run = Run(self, slot, cache, live, logits, until)
         finally:
@@ -214,8 +214,8 @@ class Run:
         self, loop: GraphDecoder, slot: Slot, cache: KVCache, live: Sequence[Answering], logits: Tensor, until: int
     ) -> None:  # fmt: skip
         self.loop, self.slot, self.cache, self.live, self.until = loop, slot, cache, list(live), until
-        self.mode = SamplingMode.of([one.options for one in live])
-        self._draws = [one.sampler.uniforms(one.options.max_tokens) for one in live]
+        self.mode = SamplingMode.of([request.options for request in live])
+        self._draws = [request.sampler.uniforms(request.options.max_tokens) for request in live]
         self._live_indices = list(range(len(live)))  # of the slot, of the sequences that still answer
         self._launched = self._read = (
             0  # steps since ``_start``, the one that is not a step (the prompt's logits) included
@@ -229,7 +229,7 @@ class Run:
     def _start(self) -> None:
         self._lengths = self.cache.lengths
         self._base = max(self._lengths)
-        left = [draws[len(one.tokens) :] for draws, one in zip(self._draws, self.live, strict=True)]
+        left = [draws[len(request.tokens) :] for draws, request in zip(self._draws, self.live, strict=True)]
         self.slot.fill(self.cache, self.live, left, self.until)
         if self.mode.penalizes:
             self.slot.remember(self.live, self.loop.vocab)
@@ -276,8 +276,8 @@ class Run:
         self.until -= self._base + steps - self.cache.length  # the longest sequence may have left
         self._live_indices = [*range(len(indices))]
         self._launched = self._read = 1
-        self.mode = SamplingMode.of([one.options for one in self.live])
-        self.slot = self.loop.slot([one.options for one in self.live], self.until)
+        self.mode = SamplingMode.of([request.options for request in self.live])
+        self.slot = self.loop.slot([request.options for request in self.live], self.until)
         self._start()
         self.slot.state.ids[: len(indices)] = last
 

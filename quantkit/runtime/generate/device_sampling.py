@@ -31,9 +31,9 @@ class SamplingMode:
 
     @classmethod
     def of(cls, options: Sequence[GenerationOptions]) -> SamplingMode:
-        drawn = [one for one in options if one.temperature > 0]
-        ranks = any(one.top_k or one.top_p < 1 for one in drawn)
-        return cls(bool(drawn), ranks, any(one.repetition_penalty != 1 for one in options))
+        drawn = [option for option in options if option.temperature > 0]
+        ranks = any(option.top_k or option.top_p < 1 for option in drawn)
+        return cls(bool(drawn), ranks, any(option.repetition_penalty != 1 for option in options))
 
 
 class DeviceSampler:
@@ -59,12 +59,12 @@ class DeviceSampler:
     def fill(self, options: Sequence[GenerationOptions]) -> None:
         """Set the first sequences; the others become greedy."""
         for name, values, other in (
-            ("drawn", [one.temperature > 0 for one in options], 0),
-            ("temperature", [one.temperature or 1.0 for one in options], 1.0),
-            ("top_k", [one.top_k for one in options], 0),
-            ("top_p", [one.top_p for one in options], 1.0),
-            ("least", [math.log(one.min_p) if one.min_p else -math.inf for one in options], -math.inf),
-            ("penalty", [one.repetition_penalty for one in options], 1.0),
+            ("drawn", [option.temperature > 0 for option in options], 0),
+            ("temperature", [option.temperature or 1.0 for option in options], 1.0),
+            ("top_k", [option.top_k for option in options], 0),
+            ("top_p", [option.top_p for option in options], 1.0),
+            ("least", [math.log(option.min_p) if option.min_p else -math.inf for option in options], -math.inf),
+            ("penalty", [option.repetition_penalty for option in options], 1.0),
         ):
             tensor: Tensor = getattr(self, name)
             whole = [*values, *[other] * (len(tensor) - len(options))]

@@ -79,20 +79,24 @@ class PlanarWeight(PackedWeight):
     def fields(self, bias: Tensor | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
         """This matrix as int64 fields of a job. Valid while the tensors are where they are."""
         k = threads.compiled()
-        found = np.zeros(k.FIELDS, dtype=np.int64)
+        numbers = np.zeros(k.FIELDS, dtype=np.int64)
         single = self.zero.dim() == 1
-        found[k.KIND] = k.NIBBLES if self.narrow else k.BYTES
-        found[k.ROWS], found[k.COLUMNS], found[k.ROW_BYTES] = self.out_features, self.in_features, self.codes.shape[1]
-        found[k.CODES], found[k.SCALES], found[k.ZEROS] = (
+        numbers[k.KIND] = k.NIBBLES if self.narrow else k.BYTES
+        numbers[k.ROWS], numbers[k.COLUMNS], numbers[k.ROW_BYTES] = (
+            self.out_features,
+            self.in_features,
+            self.codes.shape[1],
+        )
+        numbers[k.CODES], numbers[k.SCALES], numbers[k.ZEROS] = (
             self.codes.data_ptr(), self.scale.data_ptr(), self.zero.data_ptr(),
         )  # fmt: skip
-        found[k.SCALE_STRIDE] = self.scale.shape[1] * 2
-        found[k.ZERO_MASK] = 0 if single else -1
-        found[k.ZERO_STRIDE] = 0 if single else self.scale.shape[1] * self.zero.element_size()
-        found[k.BLOCKS], found[k.PARTS] = self._blocks, self._parts
-        found[k.SCALE_SHIFT] = 13 if self.scale.dtype == torch.float16 else 16
-        found[k.BIAS] = 0 if bias is None else bias.data_ptr()
-        return found
+        numbers[k.SCALE_STRIDE] = self.scale.shape[1] * 2
+        numbers[k.ZERO_MASK] = 0 if single else -1
+        numbers[k.ZERO_STRIDE] = 0 if single else self.scale.shape[1] * self.zero.element_size()
+        numbers[k.BLOCKS], numbers[k.PARTS] = self._blocks, self._parts
+        numbers[k.SCALE_SHIFT] = 13 if self.scale.dtype == torch.float16 else 16
+        numbers[k.BIAS] = 0 if bias is None else bias.data_ptr()
+        return numbers
 
     def scratch_bytes(self, tokens: int) -> int:
         """Bytes a thread needs for the quantized activations."""
@@ -160,11 +164,11 @@ def dense_fields(weight: Tensor, bias: Tensor | None = None) -> np.ndarray[Any, 
     """A dense matrix ``[out, in]``, contiguous, as int64 fields of a job."""
     k = threads.compiled()
     kinds = {torch.float32: k.FLOAT32, torch.bfloat16: k.BFLOAT16, torch.float16: k.FLOAT16}
-    found = np.zeros(k.FIELDS, dtype=np.int64)
-    found[k.KIND], found[k.ROWS], found[k.COLUMNS] = kinds[weight.dtype], *weight.shape
-    found[k.ROW_BYTES], found[k.CODES] = weight.shape[1] * weight.element_size(), weight.data_ptr()
-    found[k.BIAS] = 0 if bias is None else bias.data_ptr()
-    return found
+    fields = np.zeros(k.FIELDS, dtype=np.int64)
+    fields[k.KIND], fields[k.ROWS], fields[k.COLUMNS] = kinds[weight.dtype], *weight.shape
+    fields[k.ROW_BYTES], fields[k.CODES] = weight.shape[1] * weight.element_size(), weight.data_ptr()
+    fields[k.BIAS] = 0 if bias is None else bias.data_ptr()
+    return fields
 
 
 def linear_numba(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

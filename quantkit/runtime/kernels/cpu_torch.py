@@ -222,10 +222,10 @@ class Int8Weight(PackedWeight):
 
     def parts(self) -> list[tuple[int, int, Tensor]]:
         """``(start, stop, int8 [out, stop - start])`` of each group."""
-        found = [(i * self.width, (i + 1) * self.width, part) for i, part in enumerate(self.whole)]
+        columns = [(i * self.width, (i + 1) * self.width, part) for i, part in enumerate(self.whole)]
         if self.tail is not None:
-            found.append((len(found) * self.width, self.in_features, self.tail))
-        return found
+            columns.append((len(columns) * self.width, self.in_features, self.tail))
+        return columns
 
     def columns(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         rows = scratch((stop - start, self.in_features), torch.float32)

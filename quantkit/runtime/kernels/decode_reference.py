@@ -206,17 +206,17 @@ def pack(pages: Pages, stored: PageTensors) -> None:
         if pad < 0 or last % PAGE or page < int(packed.done[b]) or (pages.window and packed.recent >= pages.window):
             continue
         source, target = int(pages.table[b, page]), int(packed.table[b, page])
-        k, v, found = (
+        k, v, fields = (
             stored.keys[source],
             stored.values[source],
             {"keys": stored.keys[source], "values": stored.values[source]},
         )
         if packed.keys < 16:
             skip = 0 if page else packed.first
-            found["keys"], found["key_scales"] = kvpages.encode_keys(k, packed.keys, skip)
+            fields["keys"], fields["key_scales"] = kvpages.encode_keys(k, packed.keys, skip)
         if packed.values < 16:
-            found["values"], found["value_scales"] = kvpages.encode_values(v, packed.values, packed.groups)
-        for name, x in found.items():
+            fields["values"], fields["value_scales"] = kvpages.encode_values(v, packed.values, packed.groups)
+        for name, x in fields.items():
             stored.packed[name][target] = x
 
 

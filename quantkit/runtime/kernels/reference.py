@@ -81,12 +81,12 @@ class PackedWeight(nn.Module):
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """Dequantize single rows for a lookup: int64 ``[n]`` -> ``[n, in_features]`` in ``dtype``."""
         step = self.row_step()
-        found = torch.empty(len(index), self.in_features, dtype=dtype, device=index.device)
+        picked = torch.empty(len(index), self.in_features, dtype=dtype, device=index.device)
         for block in torch.unique(index // step).tolist():
             stop = min((block + 1) * step, self.out_features)
             wanted = index // step == block
-            found[wanted] = self.columns(block * step, stop, dtype).T[index[wanted] - block * step]
-        return found
+            picked[wanted] = self.columns(block * step, stop, dtype).T[index[wanted] - block * step]
+        return picked
 
     def nbytes(self) -> int:
         """Bytes of all buffers."""

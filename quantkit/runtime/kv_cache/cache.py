@@ -70,8 +70,8 @@ class KVCache:
 
     def unpark(self, parked: Sequence[Parked]) -> None:
         """Bring a parked sequence back, at the end of the batch."""
-        for layer, one in zip(self.layers, parked, strict=True):
-            unpark(layer, one)
+        for layer, pages in zip(self.layers, parked, strict=True):
+            unpark(layer, pages)
 
     def nbytes(self) -> int:
         """Bytes of the pages in use."""

@@ -113,5 +113,5 @@ def _packed_addresses(layer: PagedLayer) -> list[int]:
     if layer.packed is None or layer.first is None:
         return [0] * 6
     fields = layer.packed.fields
-    found = [fields[name].data_ptr() if name in fields else 0 for name in FIELDS]
-    return found + [kept.data_ptr() for kept in layer.first]
+    addresses = [fields[name].data_ptr() if name in fields else 0 for name in FIELDS]
+    return addresses + [kept.data_ptr() for kept in layer.first]

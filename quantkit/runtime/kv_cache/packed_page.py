@@ -47,41 +47,41 @@ class Packing:
                 f"the stored KV scales are for {list(self.static.k_scale.shape)} heads and channels, this model caches"
                 f" {[kv_heads, key_dim]}. Convert again with --kv-bits."
             )
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, bits, dim in (("keys", self.scheme.keys, key_dim), ("values", self.scheme.values, value_dim)):
             if bits == 16:
-                found[name] = ((kv_heads, PAGE_TOKENS, dim), self.dtype)
+                shapes[name] = ((kv_heads, PAGE_TOKENS, dim), self.dtype)
             else:
-                found[name] = ((kv_heads, PAGE_TOKENS, row_bytes(dim, bits, self.dtype)), torch.uint8)
+                shapes[name] = ((kv_heads, PAGE_TOKENS, row_bytes(dim, bits, self.dtype)), torch.uint8)
         if self.scheme.scales == "online":
             if self.scheme.keys < 16:
-                found["key_scales"] = ((kv_heads, 2, key_dim), torch.float16)
+                shapes["key_scales"] = ((kv_heads, 2, key_dim), torch.float16)
             if self.scheme.values < 16:
-                found["value_scales"] = ((kv_heads, PAGE_TOKENS, self.scheme.groups(value_dim), 2), torch.float16)
-        return found
+                shapes["value_scales"] = ((kv_heads, PAGE_TOKENS, self.scheme.groups(value_dim), 2), torch.float16)
+        return shapes
 
     def encode(self, k: Tensor, v: Tensor, skip: int) -> dict[str, Tensor]:
         """Encode whole pages ``[pages, kv_heads, 64, head_dim]`` into fields.
 
         skip: tokens at the front of each page that do not count for the range of keys.
         """
-        scheme, found = self.scheme, {"keys": k, "values": v}
+        scheme, parts = self.scheme, {"keys": k, "values": v}
         if scheme.scales == "fp8" and self.static is not None:
-            found["keys"] = numbers.encode_fp8(k, self.static.k_scale)
-            found["values"] = numbers.encode_fp8(v, self.static.v_scale)
+            parts["keys"] = numbers.encode_fp8(k, self.static.k_scale)
+            parts["values"] = numbers.encode_fp8(v, self.static.v_scale)
         elif scheme.scales == "static" and self.static is not None:
             s = self.static
             if scheme.keys < 16:
-                found["keys"] = numbers.encode_static(k, s.k_scale, s.k_low, scheme.keys)
+                parts["keys"] = numbers.encode_static(k, s.k_scale, s.k_low, scheme.keys)
             if scheme.values < 16:
-                found["values"] = numbers.encode_static(numbers.rotate(v), s.v_scale, s.v_low, scheme.values)
+                parts["values"] = numbers.encode_static(numbers.rotate(v), s.v_scale, s.v_low, scheme.values)
         else:
             if scheme.keys < 16:
-                found["keys"], found["key_scales"] = numbers.encode_keys(k, scheme.keys, skip)
+                parts["keys"], parts["key_scales"] = numbers.encode_keys(k, scheme.keys, skip)
             if scheme.values < 16:
                 groups = scheme.groups(v.shape[-1])
-                found["values"], found["value_scales"] = numbers.encode_values(v, scheme.values, groups)
-        return found
+                parts["values"], parts["value_scales"] = numbers.encode_values(v, scheme.values, groups)
+        return parts
 
     def decode(self, stored: Mapping[str, Tensor], head_dim: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Decode fields ``[..., kv_heads, 64, ...]`` into keys and values ``[..., kv_heads, 64, head_dim]``.

@@ -178,14 +178,14 @@ class PagedLayer:
         if len(shapes) == 1:
             return self._dense(range(self.batch))
         exact = self.pool()
-        found = []
+        dense = []
         for index, field in enumerate(("keys", "values")):
             f = exact.fields[field]
-            found.append(f.new_zeros(self.batch, f.shape[1], self.length - self.start, self.head_dim[index]))
+            dense.append(f.new_zeros(self.batch, f.shape[1], self.length - self.start, self.head_dim[index]))
         for b in range(self.batch):
-            for whole, part in zip(found, self._dense([b]), strict=True):
+            for whole, part in zip(dense, self._dense([b]), strict=True):
                 whole[b, :, whole.shape[2] - part.shape[2] :] = part[0]
-        return found[0], found[1]
+        return dense[0], dense[1]
 
     def _dense(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Sequences of equal length, packed and dropped pages."""
@@ -259,7 +259,7 @@ class PagedLayer:
             for (sequence, _), target in zip(chosen, targets, strict=True):
                 sequence.packed_pages.append(target)
         for sequence in {id(sequence): sequence for sequence, _ in jobs}.values():
-            count = sum(one is sequence for one, _ in jobs)
+            count = sum(owner is sequence for owner, _ in jobs)
             exact.drop(sequence.exact_pages[:count])
             sequence.exact_pages = sequence.exact_pages[count:]
         for sequence in self.sequences:
@@ -372,5 +372,7 @@ class PagedLayer:
 
 
 def _table(pages: Sequence[Sequence[int]]) -> Tensor:
-    widest = max((len(one) for one in pages), default=0)
-    return torch.tensor([[*one, *[0] * (widest - len(one))] for one in pages], dtype=torch.int64).view(len(pages), -1)
+    widest = max((len(numbers) for numbers in pages), default=0)
+    return torch.tensor([[*numbers, *[0] * (widest - len(numbers))] for numbers in pages], dtype=torch.int64).view(
+        len(pages), -1
+    )

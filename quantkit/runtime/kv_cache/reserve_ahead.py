@@ -46,8 +46,8 @@ def _ring(pool: PagePool, held: list[int], size: int, pages: int) -> list[int]:
 
 def _around(held: list[int], first: int, last: int, columns: int) -> list[int]:
     """A sequence of a table: pages ``first`` to ``last`` of a sequence, over and over."""
-    found = [held[(page - first) % len(held)] for page in range(first, last)] if held else []
-    return [*[0] * first, *found, *[0] * columns][:columns]
+    around = [held[(page - first) % len(held)] for page in range(first, last)] if held else []
+    return [*[0] * first, *around, *[0] * columns][:columns]
 
 
 def _packed(layer: PagedLayer, length: int) -> int:

@@ -29,18 +29,18 @@ def attention_modules(model: Any) -> dict[int, str]:
 
     Raises UnsupportedModel if they cannot be found.
     """
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and "attention" in type(module).__name__.lower():
-            found.setdefault(index, name)
+            names.setdefault(index, name)
     count = int(model.config.num_hidden_layers)
-    if sorted(found) != list(range(count)):
+    if sorted(names) != list(range(count)):
         kind = getattr(model.config, "model_type", type(model).__name__)
         raise UnsupportedModel(
-            f"{kind}: has {count} layers but {len(found)} attention modules with a cache index; not supported."
+            f"{kind}: has {count} layers but {len(names)} attention modules with a cache index; not supported."
         )
-    return found
+    return names
 
 
 def layer_windows(config: Any) -> list[int | None]:

@@ -55,10 +55,10 @@ class FusedWeight:
             y = linear(x, self.weight, self.bias, kernel=KERNELS[kernel] if kernel else None)
             waiting.columns = dict(enumerate(y.split(self.splits, dim=-1)))
             waiting.input, waiting.version = x, version
-        found = waiting.columns.pop(index)
+        columns = waiting.columns.pop(index)
         if not waiting.columns:
             waiting.input = None  # nothing is kept alive between steps
-        return found
+        return columns
 
 
 class FusedLinear(QuantLinear):

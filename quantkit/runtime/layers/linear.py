@@ -29,10 +29,10 @@ from quantkit.runtime.kernels.w8a8 import W8A8Weight, linear_w8a8
 
 def _on_triton(name: str, module: str = "launch") -> Kernel:
     def kernel(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-        found = import_module(
+        kernels = import_module(
             f"quantkit.runtime.kernels.triton.{module}"
         )  # Triton is imported when a GPU first needs it
-        chosen: Kernel = getattr(found, name)
+        chosen: Kernel = getattr(kernels, name)
         return chosen(x, weight, bias)
 
     return kernel

@@ -97,10 +97,10 @@ def chunks_of(layer, page, length):
 @jit
 def most_chunks(job, layer, sequences):
     """Chunks of the longest sequence."""
-    found = np.int64(1)
+    most = np.int64(1)
     for b in range(sequences):
-        found = max(found, chunks_of(layer, job[PAGE], load_i64(job[LENGTHS], b)))
-    return found
+        most = max(most, chunks_of(layer, job[PAGE], load_i64(job[LENGTHS], b)))
+    return most
 
 
 @jit

@@ -72,7 +72,7 @@ def _round(rest, upper, step, offset, codes, errors, top, first, last):
 
 
 @jit
-def _descend(target, error, found, step, offset, own, pull, top, first, last):
+def _descend(target, error, codes, step, offset, own, pull, top, first, last):
     columns = target.shape[0]
     code, best = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for begin in range(first, last, LANES):
@@ -80,7 +80,7 @@ def _descend(target, error, found, step, offset, own, pull, top, first, last):
         change = best[: end - begin]
         for j in range(columns):
             aim, lost, pulled, curvature = target[j, begin:end], error[j, begin:end], pull[j, begin:end], own[j, j]
-            kept, scale = found[j, begin:end], step[j, begin:end]
+            kept, scale = codes[j, begin:end], step[j, begin:end]
             for r in range(len(aim)):
                 best[r] = aim[r] - lost[r] + pulled[r] / curvature
             _nearest(best[: end - begin], scale, offset[j, begin:end], top, code)
@@ -98,9 +98,9 @@ def load() -> None:
 
     130 MB with numba itself, which should be there before memory is predicted.
     """
-    one = torch.ones(1, 1)
-    round_columns(one.clone(), one, one, one, 1)
-    descend_columns(one, one.clone(), one.clone(), one, one, one, one.clone(), 1)
+    ones = torch.ones(1, 1)
+    round_columns(ones.clone(), ones, ones, ones, 1)
+    descend_columns(ones, ones.clone(), ones.clone(), ones, ones, ones, ones.clone(), 1)
 
 
 def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -116,13 +116,13 @@ def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top
 
 
 def descend_columns(
-    target: Tensor, error: Tensor, found: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int
+    target: Tensor, error: Tensor, codes: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int
 ) -> None:
     """Improve the codes of a block column by column, in place, like ``algorithms.refine.descend_columns``.
 
     All float32 and contiguous, ``[columns, out]``, own ``[columns, columns]``; no gradients.
     """
-    arrays = [each.numpy() for each in (target, error, found, step, offset, own, pull)]
+    arrays = [each.numpy() for each in (target, error, codes, step, offset, own, pull)]
     _in_shares(target.shape, lambda first, last: _descend(*arrays, np.float32(top), first, last))
 
 

@@ -54,8 +54,8 @@ def _same(kind: Any, value: float) -> Any:
 
 
 def _splat(b: Any, value: Any, kind: Any) -> Any:
-    one = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
-    return b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, kind.count), None))
+    single = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+    return b.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, kind.count), None))
 
 
 def _lanes(b: Any, vector: Any, lanes: list[int]) -> Any:
@@ -123,11 +123,11 @@ def _blocks(b: Any, row: Any, at: Any, count: int, parts: int, kind: Any) -> Any
     for part in range(count * parts):
         c0, c1 = codes_of(b, b.add(first, ir.Constant(I64, part * wide)))
         low, high = _vector(b, to, V16I16, part * 64), _vector(b, to, V16I16, part * 64 + 32)
-        found = b.add(_pmadd(b, c0, low), _pmadd(b, c1, high))
+        dots = b.add(_pmadd(b, c0, low), _pmadd(b, c1, high))
         if part % parts:
-            vectors[-1] = b.add(vectors[-1], found)
+            vectors[-1] = b.add(vectors[-1], dots)
         else:
-            vectors.append(found)
+            vectors.append(dots)
     four = [*vectors, *[ir.Constant(V8I32, None)] * (4 - count)]
     sums = _lanes(b, _sums_of_four(b, four), list(range(count)))
     words = ir.VectorType(I32, count)
@@ -164,8 +164,8 @@ def _row_dot(codes_of: Any, wide: int, zero_type: Any) -> Any:
                 two = b.fadd(_lanes(b, b.load(acc), [0, 1]), _lanes(b, b.load(acc), [2, 3]))
                 b.store(b.fadd(*(b.extract_element(two, ir.Constant(I32, i)) for i in range(2))), result)
                 with cgutils.for_range(b, blocks, start=b.shl(quads, ir.Constant(I64, 2))) as loop:
-                    one = _blocks(b, row, loop.index, 1, size, kind)
-                    b.store(b.fadd(b.load(result), b.extract_element(one, ir.Constant(I32, 0))), result)
+                    sums = _blocks(b, row, loop.index, 1, size, kind)
+                    b.store(b.fadd(b.load(result), b.extract_element(sums, ir.Constant(I32, 0))), result)
         return b.load(result)
 
     return generate

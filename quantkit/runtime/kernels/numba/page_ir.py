@@ -47,10 +47,10 @@ def _int(value: int) -> Any:
 
 def _sums(b: Any, kind: Any, count: int) -> list[Any]:
     """Registers that add up, at zero."""
-    found = [cgutils.alloca_once(b, kind) for _ in range(count)]
-    for one in found:
-        b.store(ir.Constant(kind, None), one)
-    return found
+    slots = [cgutils.alloca_once(b, kind) for _ in range(count)]
+    for slot in slots:
+        b.store(ir.Constant(kind, None), slot)
+    return slots
 
 
 def _pairs(b: Any, x: Any, y: Any) -> Any:
@@ -85,10 +85,10 @@ def _dots(heads: int) -> Any:
                             total = sums[4 * (h + half % chains * heads) + t]
                             b.store(_fma(b, x, queries[h], b.load(total)), total)
             for h in range(heads):
-                found = [b.load(one) for one in sums[4 * h : 4 * h + 4]]
+                totals = [b.load(slot) for slot in sums[4 * h : 4 * h + 4]]
                 if chains == 2:
-                    found = [b.fadd(a, b.load(one)) for a, one in zip(found, sums[4:], strict=True)]
-                scores = b.fadd(_four_totals(b, found), _splat(b, b.load(_at(b, bias, F32, 4 * h)), V4F32))
+                    totals = [b.fadd(a, b.load(slot)) for a, slot in zip(totals, sums[4:], strict=True)]
+                scores = b.fadd(_four_totals(b, totals), _splat(b, b.load(_at(b, bias, F32, 4 * h)), V4F32))
                 to = b.add(b.add(out, b.mul(out_stride, _int(h))), b.shl(loop.index, _int(4)))
                 b.store(scores, _at(b, to, V4F32), align=4)
         return context.get_dummy_value()
@@ -174,8 +174,8 @@ def largest(typing, x, eights):
         address, eights = args
         most = cgutils.alloca_once_value(b, _vector(b, address, V8F32))
         with cgutils.for_range(b, eights) as loop:
-            found, before = _vector(b, address, V8F32, b.shl(loop.index, _int(5))), b.load(most)
-            b.store(b.select(b.fcmp_ordered("<", before, found), found, before), most)
+            scores, before = _vector(b, address, V8F32, b.shl(loop.index, _int(5))), b.load(most)
+            b.store(b.select(b.fcmp_ordered("<", before, scores), scores, before), most)
         for half in (4, 2, 1):
             before = b.load(most)
             other = _lanes(b, before, [(i + half) % 8 for i in range(8)])
@@ -213,9 +213,9 @@ def exponentials(typing, x, eights, most):
         high, total = _splat(b, most, V8F32), _sums(b, V8F32, 1)[0]
         with cgutils.for_range(b, eights) as loop:
             at = b.shl(loop.index, _int(5))
-            found = _exp(b, b.fsub(_vector(b, address, V8F32, at), high))
-            b.store(found, _at(b, address, V8F32, at), align=4)
-            b.store(b.fadd(found, b.load(total)), total)
+            powers = _exp(b, b.fsub(_vector(b, address, V8F32, at), high))
+            b.store(powers, _at(b, address, V8F32, at), align=4)
+            b.store(b.fadd(powers, b.load(total)), total)
         return _total(b, b.load(total))
 
     return float32(int64, int64, float32), generate
@@ -259,8 +259,8 @@ def halves(typing, x, out, eights):
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         x, out, eights = args
         with cgutils.for_range(b, eights) as loop:
-            found = _as_floats("f16", b, x, b.shl(loop.index, _int(4)))
-            b.store(found, _at(b, out, V8F32, b.shl(loop.index, _int(5))), align=4)
+            floats = _as_floats("f16", b, x, b.shl(loop.index, _int(4)))
+            b.store(floats, _at(b, out, V8F32, b.shl(loop.index, _int(5))), align=4)
         return context.get_dummy_value()
 
     return types.void(int64, int64, int64), generate
@@ -336,8 +336,8 @@ def _codes(bits: int) -> Any:
             to = b.add(out, b.mul(loop.index, b.shl(sixteens, _int(6))))
             with cgutils.for_range(b, sixteens) as inner:
                 at = b.shl(inner.index, _int(6))
-                for half, found in enumerate(_sixteen(b, bits, row, inner.index, sixteens)):
-                    b.store(b.sitofp(found, V8F32), _at(b, b.add(to, _int(32 * half)), V8F32, at), align=4)
+                for half, integers in enumerate(_sixteen(b, bits, row, inner.index, sixteens)):
+                    b.store(b.sitofp(integers, V8F32), _at(b, b.add(to, _int(32 * half)), V8F32, at), align=4)
         return context.get_dummy_value()
 
     return types.void(*[int64] * 5), generate

@@ -56,10 +56,10 @@ def exponential(x):
 @jit
 def total_of_squares(x, n):
     """Sum of x * x over n floats at an address."""
-    found = dot_f32(x, x, n // 16)
+    total = dot_f32(x, x, n // 16)
     for i in range(n // 16 * 16, n):
-        found += load_f32(x, i) * load_f32(x, i)
-    return found
+        total += load_f32(x, i) * load_f32(x, i)
+    return total
 
 
 @jit

@@ -182,8 +182,8 @@ class TritonWeight(PackedWeight):
         of = torch.arange(self.in_features, device=raw.device) // (self.group or self.in_features)
         if self.table:
             values = torch.tensor(VALUES[self.table], device=raw.device)[list(ORDERS[self.table])]
-            found: Tensor = values[codes.long()] * scale[:, of]
-            return found
+            numbers: Tensor = values[codes.long()] * scale[:, of]
+            return numbers
         zero = torch.full_like(scale, 8.0 if self.held == 4 else 0.0)
         if not self.scheme.symmetric:
             stored = records[..., 2 * ROWS :].contiguous()

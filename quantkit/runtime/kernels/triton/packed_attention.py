@@ -182,8 +182,8 @@ def high_bits(place, rows, at, DIM: tl.constexpr, WIDE: tl.constexpr):
     Bit p of element ``u`` belongs to channel 8 u + p. place: of its bytes.
     """
     row: tl.constexpr = 3 * DIM // 8
-    found = tl.load(place + rows[:, None] * row + DIM // 4 + at[None, :], mask=(at < DIM // 8)[None, :], other=0)
-    return found.to(tl.int32)
+    bits = tl.load(place + rows[:, None] * row + DIM // 4 + at[None, :], mask=(at < DIM // 8)[None, :], other=0)
+    return bits.to(tl.int32)
 
 
 @triton.jit
@@ -230,8 +230,8 @@ def chunk_lows(
     held = chunk + many < hi
     numbers = tl.load(pages_at + chunk + many, mask=held, other=0)
     tl.debug_barrier()  # the chunk before has been read
-    found = lows_of(q, numbers, scales, at, held, head, KV_HEADS, DIM, WIDE, PRECISION)
-    tl.store(scratch + many[None, :] * q.shape[0] + rows[:, None], found * (size * scaling)[:, None])
+    lows = lows_of(q, numbers, scales, at, held, head, KV_HEADS, DIM, WIDE, PRECISION)
+    tl.store(scratch + many[None, :] * q.shape[0] + rows[:, None], lows * (size * scaling)[:, None])
     tl.debug_barrier()
 
 

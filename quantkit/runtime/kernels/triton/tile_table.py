@@ -104,9 +104,9 @@ def choose_tile(weight: Layer, tokens: int, dtype: torch.dtype) -> Tile:
         names.append(_name(str(weight.out_features), weight))
     for table in (_override, measured(device_name(device))):
         for name in names:
-            found = table.get(name, {}).get(number)
-            if found is not None:
-                return found
+            tile = table.get(name, {}).get(number)
+            if tile is not None:
+                return tile
     return derive(weight, tokens, processors(device), hopper(device))
 
 
