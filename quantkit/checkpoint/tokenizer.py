@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from quantkit.checkpoint.code_references import passed_on
 from quantkit.checkpoint.fetch import fetch, is_named
 from quantkit.checkpoint.gguf_header import read_header
 from quantkit.checkpoint.gguf_tokenizer import rebuild
@@ -187,6 +188,7 @@ def repair_config(folder: Path) -> None:
     config: dict[str, Any] = read_json(path) if path.exists() else {"tokenizer_class": GENERIC_CLASS}
     if config.get("tokenizer_class") in (None, "TokenizersBackend"):
         config["tokenizer_class"] = GENERIC_CLASS
+    config = passed_on(config)
     for key in ONLY_IN_5:
         config.pop(key, None)
     extra = config.get("extra_special_tokens")

@@ -70,6 +70,8 @@ def main() -> None:
     # Other libraries' progress bars and advice do not belong into this program's output; they read this when imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # transformers would otherwise download kernels, and load them, for some model types that a config.json names.
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")
     _show_warnings_as_notes()
     handle_signals()  # a polite kill cleans up like Ctrl-C
     try:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from quantkit.checkpoint.code_references import without_code
 from quantkit.checkpoint.names import TensorRef, match_names
 from quantkit.checkpoint.source import Source, finite
 from quantkit.errors import SourceError, UnsupportedModel
@@ -36,18 +37,16 @@ class Blocks:
         return f"{self.prefix}.{index}"
 
 
-# Keys of config.json that say how weights are stored or run, not what the model is. Without a word on attention
-# transformers takes torch's where the architecture allows it (not with soft caps or sinks: gemma2, gpt_oss).
-NOT_STRUCTURE = (
-    "quantization_config", "dtype", "torch_dtype", "transformers_version",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
-)  # fmt: skip
+# Keys of config.json that say how weights are stored, not what the model is. How attention runs goes with the keys that
+# name code: without a word on it transformers takes torch's where the architecture allows it (not with soft caps or
+# sinks: gemma2, gpt_oss).
+NOT_STRUCTURE = ("quantization_config", "dtype", "torch_dtype", "transformers_version")
 
 
 def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, *, unfuse: bool = True) -> nn.Module:
     """Build the transformers model of a config, parameters on the meta device, in eval mode.
 
-    Buffers (rotary tables, scales) are real.
+    Buffers (rotary tables, scales) are real. No code but that of transformers runs, whatever the config names.
 
     unfuse: experts become one linear per expert and projection (``model/experts.py``).
 
@@ -56,7 +55,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    data = {k: v for k, v in config.items() if k not in NOT_STRUCTURE}
+    data = without_code(config, *NOT_STRUCTURE)
     kind = data.pop("model_type", None)
     if kind is None:
         raise UnsupportedModel(
@@ -78,7 +77,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         ) from None
     try:
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False)
     except (ArithmeticError, AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise UnsupportedModel(f"config.json of this {kind} makes no model ({error!r}). Download it again.") from error
     except ValueError as error:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.code_references import passed_on
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.checkpoint.writer import disk, write_json
@@ -37,8 +38,7 @@ def write_beside(
     quantization: the ``quantization_config`` that engines read; manifest: what made these bytes (quantkit.json).
     Raises QuantkitError when the disk is full.
     """
-    config = {key: value for key, value in source.config.items() if key != "_name_or_path"}
-    config["quantization_config"] = quantization
+    config = {**passed_on(source.config), "quantization_config": quantization}
     with disk(folder):
         write_json(folder / "config.json", config)
         _write_generation_config(source, folder)
