@@ -12,6 +12,7 @@ from quantkit.cli.option_groups import GroupedCommand, grouped
 from quantkit.cli.output import print_json
 from quantkit.errors import RequestError
 
+MOST_PROMPT = 16_000_000  # bytes, beyond any context
 LOADING = ("device", "dtype", "kv_bits", "kv_scales", "head_bits")  # options of quantkit.load, passed on as they are
 
 
@@ -61,7 +62,7 @@ def command(*, model: str, prompt: str, stream: bool, no_graphs: bool, as_json: 
     loading = {name: given.pop(name) for name in LOADING}
     wanted = GenerationOptions(**given)  # a wrong option is told before the model is loaded
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = _read_prompt()
     if not prompt:
         raise RequestError("--prompt: the prompt is empty. Give some text.")
     start = time.perf_counter()
@@ -77,6 +78,17 @@ def command(*, model: str, prompt: str, stream: bool, no_graphs: bool, as_json: 
         print_json(_record(loaded, result, load_seconds))
     else:
         click.echo(_timings(loaded, result, load_seconds), err=True)
+
+
+def _read_prompt() -> str:
+    """Read the prompt from standard input. Raises RequestError for what is too long or no text."""
+    data = sys.stdin.buffer.read(MOST_PROMPT + 1)
+    if len(data) > MOST_PROMPT:
+        raise RequestError(f"--prompt -: standard input goes beyond {MOST_PROMPT:,} bytes. Give less text.")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--prompt -: standard input is not UTF-8 text (byte {error.start}).") from error
 
 
 def _median_latency(result: Any) -> float:

@@ -28,6 +28,8 @@ def main(task: str, memory: str, seconds: str, *folders: str) -> None:
     answer = runpy.run_path(task)["answer"]
     limit = _bytes_in_use() + int(memory)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # no task writes a file
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also in the middle of one long operation
     while (request := receive(sys.stdin.buffer)) is not None:
         signal.setitimer(signal.ITIMER_PROF, float(seconds))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from quantkit.checkpoint.open import open_source
-from quantkit.checkpoint.source import Source, read_json
+from quantkit.checkpoint.source import Source
 from quantkit.core.host import choose_device
 from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import Scales
@@ -18,6 +18,7 @@ from quantkit.core.precision import cpu_has_bfloat16
 from quantkit.errors import RequestError
 from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
+from quantkit.model.end_tokens import end_tokens
 from quantkit.model.skeleton import build_skeleton
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kv_cache.choose import kv_plan, tell_of_foreign_scales
@@ -66,6 +67,7 @@ def load(
     number = choose_dtype(dtype, where)
     _check_options(where, dequantize, kernel, head_bits, keep_dense, graphs)
     source = open_source(ref)
+    ends = end_tokens(source)
     plan = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
     reader = QuantizedReader(source)
     tell_of_foreign_scales(reader, plan)
@@ -77,7 +79,6 @@ def load(
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
     _finish_layers(module, where, number, dequantize, kernel, head_bits, keep_dense)
     tokenizer = partial(_tokenizer, source)
-    ends = end_tokens(source)
     return Model(
         module, source.config, device=where, dtype=number, read_tokenizer=tokenizer, end_tokens=ends, kv_plan=plan,
         graphs=graphs,
@@ -151,13 +152,3 @@ def _tokenizer(source: Source) -> Any:
     from quantkit.checkpoint.tokenizer import load_tokenizer
 
     return load_tokenizer(source)
-
-
-def end_tokens(source: Source) -> tuple[int, ...]:
-    """Tokens that end an answer: ``eos_token_id`` (one or a list) of generation_config.json, else of config.json."""
-    file = source.path / "generation_config.json"  # a GGUF file has none: what lies beside it belongs to another model
-    stored = read_json(file).get("eos_token_id") if file.exists() else None
-    value = source.config.get("eos_token_id") if stored is None else stored
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)

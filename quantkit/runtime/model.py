@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.core.host import available_bytes, size_text
 from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
 from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
 from quantkit.runtime.decode.definition import definition_step
+from quantkit.runtime.generate.chat_template import chat_text
 from quantkit.runtime.generate.loop import Generation, Piece, run
-from quantkit.runtime.generate.sampling import GenerationOptions
+from quantkit.runtime.generate.prompts import Messages, as_batch, checked
+from quantkit.runtime.generate.sampling import GenerationOptions, check_options
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.transformers_cache import layer_specs, transformers_cache
 from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear
-
-Messages = Sequence[Mapping[str, str]]
 
 
 class Model:
@@ -279,26 +280,41 @@ class Model:
             shared = GenerationOptions(**overrides) if options is None else options
         except TypeError as error:
             raise RequestError(f"unknown generation option: {error}") from None
-        each = [shared] * len(prompts) if isinstance(shared, GenerationOptions) else list(shared)
+        each = list(shared) if isinstance(shared, Sequence) else [shared] * len(prompts)
+        check_options(each, self.vocabulary)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts but {len(each)} options; give one for all, or one each.")
         _ = self.fast_step, self.graph_decoder  # proved before any clock runs
         ids = [self.encode(text, chat=o.chat) for text, o in zip(prompts, each, strict=True)]
+        self._check_room([len(row) + o.max_tokens for row, o in zip(ids, each, strict=True)])
         return run(self, ids, each, end_tokens=self.end_tokens, context=self.context)
+
+    def _check_room(self, lengths: Sequence[int]) -> None:
+        """Raises RequestError if the KV cache of sequences of these lengths does not fit the free memory of a CPU."""
+        if self.device.type != "cpu" or (self.context is not None and max(lengths) > self.context):
+            return  # what is longer than the context is refused with other words
+        heads, dim = self._cached_shape()
+        needed = 0.0
+        for spec in self._specs:
+            held = lengths if spec.window is None else [min(n, spec.window + 2 * PAGE_TOKENS) for n in lengths]
+            needed += sum(held) * spec.scheme.bytes_per_token(heads, dim, self.dtype)
+        if needed > available_bytes():
+            raise RequestError(
+                f"max_tokens: the KV cache of {sum(lengths)} tokens, prompts and answers, needs"
+                f" {size_text(int(needed))}, and {size_text(available_bytes())} are free. Use a smaller max_tokens,"
+                " fewer prompts, or --kv-bits."
+            )
 
     def encode(self, prompt: str | Messages, *, chat: bool = False) -> list[int]:
         """Token ids of a prompt. Messages, and text with ``chat``, go through the chat template.
 
-        Raises RequestError if the model has no chat template.
+        Raises RequestError for what is no prompt, or a model without chat template, SourceError if the template fails.
         """
-        if isinstance(prompt, str) and not chat:
-            return self._checked(self.tokenizer(prompt)["input_ids"])
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError(
-                "this model has no chat template: it is no chat model. Give the prompt as plain text, without --chat."
-            )
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        given = checked(prompt, "the prompt")
+        if isinstance(given, str) and not chat:
+            return self._checked(self.tokenizer(given)["input_ids"])
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        text = chat_text(self.tokenizer, messages)
         return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
@@ -306,16 +322,6 @@ class Model:
 
         check_vocabulary(ids, self.config, "prompt")
         return list(ids)
-
-
-def as_batch(prompt: Any) -> tuple[list[Any], bool]:
-    """Prompts as a list, and whether a single one was given."""
-    if isinstance(prompt, str):
-        return [prompt], True
-    items = list(prompt)
-    if items and all(isinstance(item, Mapping) for item in items):
-        return [items], True
-    return items, False
 
 
 class _Given:

@@ -32,6 +32,7 @@ from quantkit.core.host import choose_device, size_text
 from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 from quantkit.formats.interface import Format
+from quantkit.model.end_tokens import end_tokens
 from quantkit.model.experts import expert_linears
 from quantkit.model.rotate import HEAD, RotatedSource
 from quantkit.model.skeleton import Blocks, Weights, build_skeleton, find_blocks
@@ -126,6 +127,7 @@ def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
     check_paths(options)
     device = choose_device(options.device)
     source = _checked(options, open_source(options.source) if source is None else source)
+    end_tokens(source)  # checked here: what is wrong with them is otherwise seen when the result is tried
     model = build_skeleton(source.config)
     blocks = find_blocks(model)
     weights = Weights(model, source)

@@ -7,7 +7,9 @@ Order, as in transformers: repetition penalty, temperature, top-k, top-p, min-p.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,11 @@ from torch import Tensor
 from quantkit.errors import RequestError
 
 SMALLEST = 5e-324  # the least float above 0
+LARGEST = 1.7976931348623157e308  # the largest float
+MOST_TOKENS = 2**31 - 1  # beyond any context and any vocabulary
+MOST_SEED = 2**64 - 1  # what torch's generators take
+MOST_PENALTY = 1e6  # beyond it a logit overflows, and what is drawn means nothing
+PENALTIES = "above 0 (0.000001 to 1000000); 1 is off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +51,64 @@ class GenerationOptions:
     chat: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
-        _whole("max_tokens", self.max_tokens, 1, "at least 1")
-        _whole("top_k", self.top_k, 0, "0 (off) or the number of tokens to keep")
-        _whole("seed", self.seed, 0, "0 or more")
-        _number("temperature", self.temperature, 0.0, math.inf, "0 (greedy) or more")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _items("stop", stop, "non-empty strings"))
+        object.__setattr__(self, "stop_tokens", _items("stop_tokens", self.stop_tokens, "token ids, 0 or more"))
+        _whole("max_tokens", self.max_tokens, 1, MOST_TOKENS, "at least 1")
+        _whole("top_k", self.top_k, 0, MOST_TOKENS, "0 (off) or the number of tokens to keep")
+        _whole("seed", self.seed, 0, MOST_SEED, "0 or more, below 2**64")
+        _number("temperature", self.temperature, 0.0, LARGEST, "0 (greedy) or more")
         _number("top_p", self.top_p, SMALLEST, 1.0, "above 0, at most 1 (off)")
         _number("min_p", self.min_p, 0.0, 1.0, "0 (off) to 1")
-        _number("repetition_penalty", self.repetition_penalty, SMALLEST, math.inf, "above 0; 1 is off")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise RequestError(f"stop={self.stop!r}: stop strings are non-empty strings.")
+        _number("repetition_penalty", self.repetition_penalty, 1 / MOST_PENALTY, MOST_PENALTY, PENALTIES)
+        for text in self.stop:
+            if not isinstance(text, str) or not text or any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise RequestError(f"stop={_shown(text)}: stop strings are non-empty strings that UTF-8 holds.")
         for token in self.stop_tokens:
-            _whole("stop_tokens", token, 0, "token ids, 0 or more")
+            _whole("stop_tokens", token, 0, MOST_TOKENS, "token ids, 0 or more")
+        for name in ("ignore_eos", "chat"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={_shown(getattr(self, name))}: expected True or False.")
 
 
-def _whole(name: str, value: object, least: int, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise RequestError(f"{name}={value!r}: expected {expected}.")
+def check_options(options: Sequence[Any], vocabulary: int) -> None:
+    """Check the options of a batch against the model that they are for.
+
+    options: one per prompt. vocabulary: token ids that the model has.
+
+    Raises RequestError for anything but ``GenerationOptions``, and for a stop token that the model does not have.
+    """
+    for given in options:
+        if not isinstance(given, GenerationOptions):
+            raise RequestError(f"options: {_shown(given)}. Give GenerationOptions, one for all or one per prompt.")
+        for token in given.stop_tokens:
+            if token >= vocabulary:
+                raise RequestError(f"stop_tokens: {token} is no token of this model, which has {vocabulary}.")
+
+
+def _items(name: str, value: Any, expected: str) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise RequestError(f"{name}={_shown(value)}: expected a list of {expected}.")
+    return tuple(value)
+
+
+def _whole(name: str, value: object, least: int, most: int, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise RequestError(f"{name}={_shown(value)}: expected {expected}.")
 
 
 def _number(name: str, value: object, low: float, high: float, expected: str) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high or value == math.inf:  # type: ignore[operator]
-        raise RequestError(f"{name}={value!r}: expected {expected}.")
+    if not number or not low <= value <= high:  # type: ignore[operator]
+        raise RequestError(f"{name}={_shown(value)}: expected {expected}.")
+
+
+def _shown(value: object) -> str:
+    """Write a value as an error shows it: the beginning, and no number of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    words = repr(value)
+    return words if len(words) <= 100 else f"{words[:100]}..."
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

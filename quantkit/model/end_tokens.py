@@ -1,0 +1,41 @@
+"""Which tokens end an answer, as a model's files say it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.source import Source, read_json
+from quantkit.errors import SourceError
+
+MOST_ID = 2**31 - 1  # of a token: ids are int32 in engines and in hashes
+
+
+def end_tokens(source: Source) -> tuple[int, ...]:
+    """Read ``eos_token_id`` (one or a list) of generation_config.json, else of config.json.
+
+    source: the model. A GGUF file has no generation_config.json: what lies beside it belongs to another model.
+
+    Raises SourceError naming the file if that is anything but token ids.
+    """
+    file = source.path / "generation_config.json"
+    stored = _ids(read_json(file).get("eos_token_id"), file) if file.exists() else None
+    if stored is None:
+        named = source.path / "config.json" if source.path.is_dir() else source.path
+        stored = _ids(source.config.get("eos_token_id"), named)
+    return stored or ()
+
+
+def _ids(value: Any, file: Path) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = value if isinstance(value, list) else [value]
+    for number in ids:
+        # Some writers store a whole number as 2.0.
+        whole = type(number) is int or (isinstance(number, float) and number.is_integer())
+        if not whole or not 0 <= number <= MOST_ID:
+            raise SourceError(
+                f"{file}: eos_token_id is {repr(value)[:100]}, expected a token id (a whole number, 0 or more), or a"
+                " list of them. Download it again, or correct it."
+            )
+    return tuple(map(int, ids))
