@@ -63,7 +63,7 @@ from quantkit.cli.progress import bar
 def command(model: str, as_json: bool, no_graphs: bool, **given: Any) -> None:
     """Time MODEL: first token, tokens/s, bytes read per token and the share of the memory's bandwidth that is reached.
 
-    Prompts are random tokens; decoding is greedy, through the engine that `quantkit generate` uses.
+    Prompts are random tokens; decoding is greedy, through the runtime that `quantkit generate` uses.
     """
     from quantkit.evaluate.speed.bench import bench
 

@@ -41,6 +41,7 @@ from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
 from quantkit.convert.stages.loaded_block import loaded
 from quantkit.convert.stages.observe import observe_block, observe_cache
 from quantkit.convert.stages.sensitivity import SensitivityPass
+from quantkit.convert.stages.student import Written
 from quantkit.convert.stages.tune import TuneInputs
 from quantkit.core.host import OnStep, map_large_blocks, peak_rss, release_free_memory
 from quantkit.core.interrupt import raise_if_interrupted, undisturbed
@@ -349,7 +350,7 @@ def _distil(
     assert inputs.distil is not None
     result = work.replay(distil.PART)
     if result is None:
-        written = distil.Written(
+        written = Written(
             weights=plan.weights, blocks=plan.blocks, targets=decisions.targets,
             format=plan.format, device=plan.device, writer=work.writer,
         )  # fmt: skip

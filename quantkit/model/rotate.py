@@ -18,6 +18,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.source import Source, TensorInfo
 from quantkit.errors import NumericsError, UnsupportedModel
+from quantkit.model.attention_shape import head_dim
 from quantkit.model.skeleton import build_skeleton
 
 # an RMSNorm before attention, one before the MLP; no other but q's and k's per head
@@ -143,7 +145,7 @@ class RotatedSource:
         width = int(self.config["hidden_size"])
         self._width = width
         self._stream = hadamard(width)
-        self._head = hadamard(int(self.config.get("head_dim") or width // self.config["num_attention_heads"]))
+        self._head = hadamard(head_dim(SimpleNamespace(**self.config)))
         signs = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
         self._signs = signs.double()
 

@@ -259,6 +259,15 @@ def same_call(a: BlockArguments, b: BlockArguments) -> bool:
     )
 
 
+def require_same_calls(first: Sequence[BlockArguments], calls: Sequence[BlockArguments], where: str) -> None:
+    """Raise UnsupportedModel if the arguments of any block differ between two batches; where: names the model."""
+    if not all(same_call(a, b) for a, b in zip(first, calls, strict=True)):
+        raise UnsupportedModel(
+            f"{where}: the arguments of its blocks depend on the tokens, not only on their positions;"
+            " stepping it block by block is not supported."
+        )
+
+
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)

@@ -22,6 +22,7 @@ from quantkit.convert.plan.plan import make_plan
 from quantkit.convert.report.dry_run import describe
 from quantkit.convert.stages import distil as distil_pass
 from quantkit.convert.stages import embed
+from quantkit.convert.stages.student import is_norm
 from quantkit.core import affine
 from quantkit.errors import RequestError
 
@@ -41,7 +42,7 @@ def test_of_what_is_no_matrix_only_norms_learn(name: str) -> None:
     """gpt_oss has attention sinks and biases of its router, which are vectors, too."""
     model = tiny_architecture(name)
     vectors = {n for n, p in model.named_parameters() if p.dim() == 1}
-    found = {n for n in vectors if distil_pass._is_norm(model, n)}
+    found = {n for n in vectors if is_norm(model, n)}
     assert found == {n for n in vectors if "norm" in n or "ln_" in n}
     assert found
 

@@ -46,7 +46,7 @@ class RepackPlan:
     overwrite: bool
     layout: CheckpointLayout
     # stored tensors that are copied
-    plain: list[str]
+    plain: tuple[str, ...]
     # of the stored cache; 16 without one
     kv_bits: int | str
     # the stored plan of the KV cache; None too if the cache is calibrated anew
@@ -141,7 +141,7 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
         format=form,
         overwrite=overwrite,
         layout=layout,
-        plain=plain,
+        plain=tuple(plain),
         kv_bits=16 if kv is None else kv.label,
         kv=kv,
         cache=cache,

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from quantkit.calibrate.transfer import offload
 from quantkit.convert.plan.memory import batch_tokens
 from quantkit.core.precision import exact_products
-from quantkit.errors import UnsupportedModel
 from quantkit.model.skeleton import Blocks, Weights, before_blocks, widest_input
-from quantkit.model.stepper import BlockArguments, record, same_call
+from quantkit.model.stepper import BlockArguments, record, require_same_calls
 
 SHORT = 8  # tokens that show who reads whose output
 
@@ -60,13 +59,8 @@ def embed(
         recording = record(model, blocks, batch)
         if stored is None:
             states.append(offload(recording.hidden.clone(), device))
-        if not calls:
-            calls = recording.calls
-        elif not all(same_call(a, b) for a, b in zip(calls, recording.calls, strict=True)):
-            raise UnsupportedModel(
-                f"{weights.source.path}: the arguments of its blocks depend on the tokens, not only on their positions;"
-                " stepping it block by block is not supported."
-            )
+        calls = calls or recording.calls
+        require_same_calls(calls, recording.calls, str(weights.source.path))
     short, single = (record(model, blocks, few).calls for few in (ids[:1, :SHORT], ids[:1]))
     for name in names:
         weights.release(name.rpartition(".")[0])

@@ -27,11 +27,11 @@ from quantkit.convert.stages.loaded_block import loaded
 from quantkit.core import affine
 from quantkit.core.host import OnStep
 from quantkit.core.scheme import Scheme
-from quantkit.errors import NumericsError, UnsupportedModel
+from quantkit.errors import NumericsError
 from quantkit.model.experts import expert_linears
 from quantkit.model.folds import find_folds, shared_modules
 from quantkit.model.skeleton import Blocks, Weights, block_linears
-from quantkit.model.stepper import BlockArguments, record, run_block, same_call
+from quantkit.model.stepper import BlockArguments, record, require_same_calls, run_block
 
 STEPS = 4  # candidates in the search for ranges: a sixth of what quantizing tries
 
@@ -121,11 +121,7 @@ class SensitivityPass:
             recording = record(self.model, self.blocks, self._window(index))
             states.append(recording.hidden.clone())
             calls = calls or recording.calls
-            if not all(same_call(a, b) for a, b in zip(calls, recording.calls, strict=True)):
-                raise UnsupportedModel(
-                    f"{self.weights.source.path}: the arguments of its blocks depend on the tokens, not only on their"
-                    " positions; stepping it block by block is not supported."
-                )
+            require_same_calls(calls, recording.calls, str(self.weights.source.path))
         if self.folds:
             self.short = record(self.model, self.blocks, self._window(0)[:, :SHORT]).calls
         return states, calls
