@@ -1,8 +1,9 @@
 """Rules that tell which engines load a checkpoint, up to which tensor-parallel size, and why another one does not.
 
-A table of rules. Each was read in the sources of the version named, and quotes the file and line that decides; none of
-them is run here (mixtures of experts: see ``not_shown``). "Loads" means: with a plain install, on a GPU of compute
-capability 8.0 or newer, no extra kernel packages.
+What a rule is, and how rules are applied; the rules themselves are in ``table.py``. Each was read in the sources of the
+version named, and quotes the file and line that decides; none of them is run here (mixtures of experts: see
+``not_shown``). "Loads" means: with a plain install, on a GPU of compute capability 8.0 or newer, no extra kernel
+packages.
 """
 
 from __future__ import annotations

@@ -9,14 +9,6 @@ here, packed ones in ``packed_attention.py``; a range that holds both keeps two 
 whose first page is packed are one more exact page. Packed values are rotated: what they give is turned back once, where
 the ranges are joined.
 
-The tokens of a sequence are cut into ``parts`` ranges of whole pages (at least ``LEAST``), so that one sequence with
-few key heads fills the device; every range keeps its own maximum and sum (online softmax, arXiv 1805.02867), and the
-program that finishes last joins them in their order (flash decoding): the same input gives the same bits. Queries of
-one key head lie side by side and are the narrow side of a matrix product, at least 16, so keys and values are read once
-for all of them. Exact pages are read here, packed ones in ``packed_attention.py``; a range that holds both keeps two
-results. The first tokens of a sequence whose first page is packed are one more exact page. Packed values are rotated:
-what they give is turned back once, where the ranges are joined.
-
 Position, pages and their addresses come from device memory; parts that a short sequence has no use for end at once.
 A token outside the sliding window is not read, nor is a page of them.
 

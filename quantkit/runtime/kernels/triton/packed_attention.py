@@ -3,9 +3,9 @@
 A page's keys are ``code * scale[c] + low[c]`` by channel, its values ``code * scale[t, g] + low[t, g]`` by token and
 group of channels (``core/kvpages.py``). Neither scale touches a code::
 
-    scores[q, t] = (query[q, c] * scale[c]) . code[t, c]  +  query[q] . low            both by channel: to the queries,
-    once a page acc[q, c]   += (weight[q, t] * scale[t, g]) . code[t, c]                           by token: to the
-    weights lows[q, g]  += weight[q, t] * low[t, g]
+    scores[q, t] = (query[q, c] * scale[c]) . code[t, c]  +  query[q] . low    both by channel, once a page
+    acc[q, c]   += (weight[q, t] * scale[t, g]) . code[t, c]     by token
+    lows[q, g]  += weight[q, t] * low[t, g]
 
 A row of the tile is a query and one group of a value's channels: with 8 queries a key head and 2 groups, 16 rows, the
 least a matrix unit takes, which half empty would cost as much. ``query . low`` is one small product for 64 pages
