@@ -99,7 +99,7 @@ def test_a_step_gives_back_what_it_took(
 def test_the_plan_foretells_what_measuring_takes(
     wide: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shares = watch(monkeypatch, run, "decide", "measure")
+    shares = watch(monkeypatch, run, "decide_plan", "measure")
 
     def share() -> float:
         quantkit.convert(
