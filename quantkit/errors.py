@@ -12,6 +12,10 @@ class RequestError(QuantkitError):
     """The request itself is wrong (an option, a name, a combination). Exit code 2."""
 
 
+class WorkFolderError(RequestError):
+    """A work folder holds what quantkit does not write: nothing of it is believed, and nothing removed."""
+
+
 class SourceError(QuantkitError):
     """A model, text or checkpoint cannot be read: missing, truncated, inconsistent."""
 

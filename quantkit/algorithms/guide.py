@@ -84,13 +84,33 @@ class Guide:
         known = torch.isfinite(importance)
         return torch.where(known, importance, importance[known].mean() if bool(known.any()) else 1.0).float()
 
+    def is_whole(self) -> bool:
+        """Tell whether its numbers are float64, finite, and of the shapes that belong together."""
+        shapes = {
+            "center": self.center.shape,
+            "spread": self.center.shape,
+            "slopes": (*self.means.shape, *self.center.shape),
+        }
+        rows = (len(self.linears),)
+        return (
+            len(self.outputs) == len(self.linears)
+            and min(self.outputs, default=1) > 0
+            and self.center.dim() == 1
+            and all(
+                getattr(self, name).dtype == torch.float64
+                and tuple(getattr(self, name).shape) == tuple(shapes.get(name, rows))
+                and bool(torch.isfinite(getattr(self, name)).all())
+                for name in NUMBERS
+            )
+        )
+
     def on_host(self) -> Guide:
         """Return the same guide with its numbers on the host."""
         return Guide.restore(self.linears, self.outputs, self.to_store())
 
     def to_store(self) -> dict[str, Tensor]:
         """Return its numbers by name, float64, each in memory of its own on the host; ``restore`` takes them."""
-        return {name: getattr(self, name).cpu().clone(memory_format=torch.contiguous_format) for name in _NUMBERS}
+        return {name: getattr(self, name).cpu().clone(memory_format=torch.contiguous_format) for name in NUMBERS}
 
     @classmethod
     def restore(cls, linears: Sequence[str], outputs: Sequence[int], numbers: Mapping[str, Tensor]) -> Guide:
@@ -98,10 +118,10 @@ class Guide:
 
         linears, outputs: as in the guide that was stored.
         """
-        return cls(tuple(linears), tuple(outputs), *(numbers[name] for name in _NUMBERS))
+        return cls(tuple(linears), tuple(outputs), *(numbers[name] for name in NUMBERS))
 
 
-_NUMBERS = ("center", "spread", "slopes", "means", "lowest", "highest")
+NUMBERS = ("center", "spread", "slopes", "means", "lowest", "highest")
 
 
 @torch.no_grad()

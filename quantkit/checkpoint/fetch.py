@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,9 +26,10 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
+from quantkit.checkpoint.regular import open_regular
 from quantkit.checkpoint.text_files.wikipedia import news_sample, wikipedia_sample
 from quantkit.core.interrupt import interruptible, raise_if_interrupted
-from quantkit.errors import QuantkitError, RequestError, SourceError
+from quantkit.errors import QuantkitError, QuantkitWarning, RequestError, SourceError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,6 +37,8 @@ else:
     import tomli as tomllib
 
 RECORD = "fetch.json"
+# sha256 by file and state, see ``file_sha256``; of this process: on disk somebody could change it
+_hashes: dict[tuple[int, int, int, int, int], str] = {}
 STALE_SECONDS = 24 * 3600  # a hidden download folder this old belongs to a process that was killed
 BUILDERS: dict[str, Callable[[Mapping[str, bytes]], dict[str, str]]] = {
     "wikipedia-sample": wikipedia_sample,
@@ -111,16 +115,39 @@ def fetch(name: str, *, progress: Callable[[str], None] | None = None) -> Path:
 
 
 def _is_whole(folder: Path, entry: CatalogueEntry) -> bool:
-    """Return whether the folder holds what sources.toml says now.
+    """Return whether the folder holds what sources.toml says now, by its record and the files' sha256.
 
-    By its record and the files' sizes; the hashes were checked once.
+    Warns, with QuantkitWarning, of a file that is as long as it should be and has other bytes: somebody changed it.
     """
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in entry.files}
-    except (OSError, ValueError):
+        whole = isinstance(record, dict) and record.get("sha256") == entry.files and record.get("bytes") == sizes
+        changed = [name for name, sha256 in entry.files.items() if whole and file_sha256(folder / name) != sha256]
+    except (OSError, ValueError, SourceError):
         return False
-    return bool(record.get("sha256") == entry.files and record.get("bytes") == sizes)
+    if changed:
+        warnings.warn(
+            f"{folder / changed[0]}: was changed after it was downloaded (sha256"
+            f" {file_sha256(folder / changed[0])}); it is downloaded again. Keep files of your own elsewhere.",
+            QuantkitWarning,
+            stacklevel=3,
+        )
+    return whole and not changed
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's bytes; read once for each state that the file is in.
+
+    path: of a regular file. Raises SourceError for another kind of file, OSError for one that cannot be read.
+    """
+    with open_regular(path) as stream:
+        status = os.fstat(stream.fileno())
+        # the time of the last change of anything (ctime) is the kernel's: no program sets it back
+        state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        if state not in _hashes:
+            _hashes[state] = _sha256(stream)
+    return _hashes[state]
 
 
 @contextmanager
@@ -199,8 +226,7 @@ def _build(name: str, entry: CatalogueEntry, wheels: list[Path], folder: Path) -
         for file, text in BUILDERS[name](_members(wheels, entry.members)).items():
             (folder / file).write_bytes(text.encode("utf-8"))
     for file, expected in entry.files.items():
-        with (folder / file).open("rb") as stream:
-            _check(f"{name}: {file}", _sha256(stream), expected)
+        _check(f"{name}: {file}", file_sha256(folder / file), expected)
     record = {
         "name": name, "about": entry.about, "licence": entry.licence, "packages": entry.packages,
         "sha256": entry.files, "bytes": {file: (folder / file).stat().st_size for file in entry.files},

@@ -8,9 +8,9 @@ from pathlib import Path
 from quantkit.checkpoint.fetch import fetch, is_named, models
 from quantkit.checkpoint.gguf_source import GGUFSource
 from quantkit.checkpoint.hub import download, is_hub_id
-from quantkit.checkpoint.links import refuse_links_out
 from quantkit.checkpoint.regular import given_path
 from quantkit.checkpoint.source import FolderSource, Source
+from quantkit.checkpoint.storage.links import refuse_links_out
 from quantkit.errors import MissingExtra, RequestError, SourceError
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.links import refuse_link_out, refuse_links_out
+from quantkit.checkpoint.storage.links import refuse_link_out, refuse_links_out
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import NumericsError, SourceError
 

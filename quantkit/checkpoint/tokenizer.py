@@ -18,10 +18,10 @@ from quantkit.checkpoint.fetch import fetch, is_named
 from quantkit.checkpoint.gguf_header import read_header
 from quantkit.checkpoint.gguf_tokenizer import rebuild
 from quantkit.checkpoint.hub import download, is_hub_id
-from quantkit.checkpoint.links import TEMPLATES, refuse_links_out
 from quantkit.checkpoint.names import TOKENIZER_FILES, VOCABULARY_FILES
 from quantkit.checkpoint.regular import given_path
 from quantkit.checkpoint.source import Source, read_json
+from quantkit.checkpoint.storage.links import TEMPLATES, refuse_links_out
 from quantkit.errors import RequestError, SourceError
 
 if TYPE_CHECKING:

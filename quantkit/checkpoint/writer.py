@@ -6,6 +6,7 @@ one part is ever held. Assembly streams tensor by tensor, so the disk holds the 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -21,15 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.storage.record import AGAIN, SHA256, read_record, sync, write_record
+from quantkit.checkpoint.storage.removal import remove
+from quantkit.checkpoint.storage.unfinished import lock_new, partial_folder, put_back, replaced_folder, sweep
 from quantkit.core.host import size_text
 from quantkit.core.interrupt import raise_if_interrupted
-from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.errors import CheckpointError, QuantkitError, RequestError, WorkFolderError
 
 SHARD_BYTES = 5 * 10**9  # the size that hubs and loaders are used to
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+# the record of a part: its tensors, and what its caller keeps with them
+PART = {"entries": [(str, re.compile("|".join(NAMES.values())), [int], SHA256)], "facts": dict}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +69,18 @@ class CheckpointWriter:
 
         stem: what the weight files are called, one of ``source.STEMS``. kept: a folder for the parts that outlives this
         process; ``token`` then names ``folder`` and must be the same each time. ``folder`` is made by ``fresh_folder``
-        then, and parts with facts can be found again by ``find_part``.
+        then, and parts with facts can be found again by ``find_part``. Without it ``folder`` is locked, and removed by
+        the next writer if this process is killed.
         """
+        with disk(out.parent):
+            sweep(out)
+        self._lock: int | None = None
         if kept is None:
             check_output(out, overwrite)
+            with disk(out.parent):
+                token, self._lock = lock_new(out)
         self.out, self.overwrite, self.stem, self.shard_bytes, self.kept = out, overwrite, stem, shard_bytes, kept
         self.entries: dict[str, WrittenTensor] = {}
-        token = token or str(os.getpid())
         self.folder, self._old = partial_folder(out, token), replaced_folder(out, token)
         self._parts = (kept or self.folder) / "parts"
         with disk(self._parts.parent):
@@ -114,23 +125,32 @@ class CheckpointWriter:
         """Return the facts of a part that an earlier process finished; its tensors then count as written.
 
         None if there is no such part or any byte of it is damaged: it has to be made again.
+
+        Raises WorkFolderError for a whole part that quantkit did not write.
         """
         from safetensors import SafetensorError, safe_open
 
-        record = read_record(self._parts / f"{part}.json")
+        path, entries = self._parts / f"{part}.json", dict[str, WrittenTensor]()
+        record = read_record(path, PART)
         if record is None:
             return None
         try:
-            with safe_open(self._parts / f"{part}.safetensors", framework="pt") as file:
-                for name, _, _, sha256 in record["entries"]:
+            with safe_open(path.with_suffix(".safetensors"), framework="pt") as file:
+                for name, dtype, shape, sha256 in record["entries"]:
                     raise_if_interrupted()
-                    if tensor_sha256(file.get_tensor(name)) != sha256:
+                    tensor = file.get_tensor(name)
+                    if tensor.dtype not in NAMES:
+                        raise WorkFolderError(f"{path}: {name!r} is {tensor.dtype} in its file. {AGAIN}")
+                    if tensor_sha256(tensor) != sha256:
                         return None
+                    entries[name] = WrittenTensor(part, tensor.dtype, tuple(tensor.shape), sha256)
+                    if [NAMES[tensor.dtype], list(tensor.shape)] != [dtype, shape]:
+                        raise WorkFolderError(f"{path}: {name!r} is not what its file holds. {AGAIN}")
+                    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                        raise WorkFolderError(f"{path.with_suffix('.safetensors')}: {name!r} is not finite. {AGAIN}")
         except (SafetensorError, OSError):
             return None
-        dtypes = {text: dtype for dtype, text in NAMES.items()}
-        for name, dtype, shape, sha256 in record["entries"]:
-            self.entries[name] = WrittenTensor(part, dtypes[dtype], tuple(shape), sha256)
+        self.entries.update(entries)
         facts: dict[str, Any] = record["facts"]
         return facts
 
@@ -142,7 +162,7 @@ class CheckpointWriter:
     def fresh_folder(self) -> None:
         """Make ``folder``, empty: what an earlier process left in it is removed."""
         with disk(self.folder):
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder, self.out.parent)
             self.folder.mkdir()
 
     def assemble(self) -> None:
@@ -165,7 +185,7 @@ class CheckpointWriter:
                 {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
             )
             if self.kept is None:
-                shutil.rmtree(self._parts)
+                remove(self._parts, self.folder)
             for path in [*self.folder.rglob("*"), self.folder]:
                 sync(path)
 
@@ -175,7 +195,7 @@ class CheckpointWriter:
             if self.folder.exists():
                 if self.out.exists():
                     check_output(self.out, self.overwrite)
-                    shutil.rmtree(self._old, ignore_errors=True)
+                    remove(self._old, self.out.parent)
                     self.out.rename(self._old)
                 try:
                     self.folder.rename(self.out)
@@ -184,14 +204,24 @@ class CheckpointWriter:
                         self._old.rename(self.out)
                     raise
                 sync(self.out.parent)
-            shutil.rmtree(self._old, ignore_errors=True)
+            remove(self._old, self.out.parent)
+        self._release()
 
     def abandon(self) -> None:
         """Remove everything written so far; a model that was about to be replaced is put back."""
-        if self._old.exists() and not self.out.exists():
-            self._old.rename(self.out)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.rmtree(self._parts, ignore_errors=True)
+        put_back(self.out, self._old)
+        # what went wrong is being told already; what cannot be removed now is left to the next writer
+        with contextlib.suppress(OSError):
+            remove(self.folder, self.out.parent)
+        with contextlib.suppress(OSError):
+            remove(self._parts, self.kept or self.folder)
+        self._release()
+
+    def _release(self) -> None:
+        """Give up the lock on ``folder``."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     def _shards(self) -> list[list[str]]:
         shards: list[list[str]] = [[]]
@@ -247,50 +277,6 @@ def check_output(out: Path, overwrite: bool) -> None:
         raise RequestError(f"{out}: is no model folder, so --overwrite will not delete it. Choose another --out.")
     if not out.parent.is_dir():
         raise RequestError(f"{out}: the folder {out.parent} does not exist. Create it, or choose another --out.")
-
-
-def partial_folder(out: Path, token: str) -> Path:
-    """Return where ``out`` is put together: beside it, so that one rename finishes it."""
-    return out.parent / f".{out.name}.partial-{token}"
-
-
-def replaced_folder(out: Path, token: str) -> Path:
-    """Return where the model that ``out`` replaces lies for the moment between two renames."""
-    return out.parent / f".{out.name}.replaced-{token}"
-
-
-def write_record(path: Path, data: dict[str, Any]) -> None:
-    """Write a JSON object that is on the disk, whole, or not there (write, fsync, rename).
-
-    It carries its own checksum.
-    """
-    text = json.dumps(data, ensure_ascii=False)
-    new = path.with_suffix(".new-record")
-    new.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", encoding="utf-8")
-    sync(new)
-    os.replace(new, path)
-    sync(path.parent)
-
-
-def read_record(path: Path) -> dict[str, Any] | None:
-    """Read what ``write_record`` wrote; None if it is missing or damaged."""
-    try:
-        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
-    except (OSError, UnicodeDecodeError):
-        return None
-    if hashlib.sha256(text.encode()).hexdigest() != digest:
-        return None
-    data: dict[str, Any] = json.loads(text)
-    return data
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, data: object) -> None:

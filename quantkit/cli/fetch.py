@@ -17,7 +17,7 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
     Without NAMES, list what there is. Downloads go through pip and the index it is configured for; the cache is
     $QUANTKIT_CACHE, or quantkit in the user's cache folder.
     """
-    from quantkit.checkpoint.fetch import catalogue, fetch, is_named
+    from quantkit.checkpoint.fetch import catalogue, fetch, file_sha256, is_named
     from quantkit.checkpoint.hub import ORIGINALS, download, is_hub_id
 
     known = catalogue()
@@ -38,7 +38,14 @@ def command(names: tuple[str, ...], as_json: bool) -> None:
         facts = {
             name: (
                 {"folder": str(folder)}
-                | ({"licence": known[name].licence, "sha256": known[name].files} if name in known else {})
+                | (
+                    {
+                        "licence": known[name].licence,
+                        "sha256": {file: file_sha256(folder / file) for file in known[name].files},
+                    }
+                    if name in known
+                    else {}
+                )
             )
             for name, folder in folders.items()
         }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantkit.algorithms.guide import Guide
 from quantkit.algorithms.kv import LayerRanges
+from quantkit.checkpoint.storage.record import POSITIVE, Either
 from quantkit.checkpoint.writer import tensor_sha256
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
@@ -121,6 +122,20 @@ class LayerReport:
             "tokens": self.tokens,
             "dropped_tokens": self.dropped_tokens,
         }
+
+
+# the records of a LayerReport, of a block in ``BlockResult.tuning`` and of ``BlockResult.distilled``, as
+# checkpoint/storage/record.py checks them
+LAYER = {
+    "name": str, "scheme": str, "relative_weight_error": Either(None, float),
+    "relative_output_error": Either(None, float), "weights": POSITIVE, "bits": int, "damping": Either(None, float),
+    "fallback": Either(None, str), "raised_scales": int, "tokens": int, "dropped_tokens": int,
+}  # fmt: skip
+TUNED = {"before": float, "after": float, "step": float}
+DISTILLED = {
+    "steps": int, "windows_learned": int, "tokens_learned": int, "windows_kept_back": int,
+    "kl_before": Either(None, float), "kl_after": Either(None, float), "kept": bool,
+}  # fmt: skip
 
 
 def _short(value: float | None) -> float | None:

@@ -34,7 +34,7 @@ from quantkit.convert.stages.block import Solver, quantize_block
 from quantkit.convert.stages.check_finite import refuse_non_finite
 from quantkit.convert.stages.decide import Decisions, decide, importance_of_tokens
 from quantkit.convert.stages.device import peak_device_bytes, working_on
-from quantkit.convert.stages.embed import SHORT, HiddenStates, embed
+from quantkit.convert.stages.embed import SHORT, HiddenStates, embed, states_wanted
 from quantkit.convert.stages.fold import Folding, fold_block, missing_folds, take_tokens
 from quantkit.convert.stages.head_embeddings import quantize_head_or_embedding
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
@@ -92,7 +92,7 @@ def _convert(plan: Plan, work: Work, listen: Listener) -> ConvertReport:
         decisions = decide_plan(plan, inputs, work, lambda done, total: listen(Progress("measure", done, total)))
         report = _new_report(plan, decisions, work)
         if work.finished is not None:
-            report.restore(work.finished)
+            report.restore(work.finished, work.folder / "job.json")
             return report
         if report.allocation is not None:
             listen(Progress("chosen", 1, 1, "\n".join(allocation_lines(report.allocation))))
@@ -194,7 +194,9 @@ def _resume(plan: Plan, inputs: Inputs, work: Work, collected: Collected) -> tup
         results.append(result)
     first, stored = len(results), None
     if inputs.calibration is not None and first < total:
-        first, stored = work.states.latest(len(results)) or (0, None)
+        width = int(plan.model.config.hidden_size)  # type: ignore[union-attr,arg-type]
+        fits = states_wanted(inputs.calibration.ids, width, plan.options.paired)
+        first, stored = work.states.latest(len(results), fits) or (0, None)
     work.writer.forget(f"block-{index:04d}" for index in range(first, len(results)))
     for result in results[:first]:
         collected.add(result)
@@ -275,6 +277,7 @@ def _finish(
     listen(Progress("blocks", total, total, collected.last_error()))
     listen(Progress("copy", total, total))
     _quantize_head_embeddings(plan, decisions, work, collected)
+    work.check_decided({target.name for target in decisions.targets.values()}, set(collected.digests))
     if inputs.distil is not None:
         _distil(plan, inputs, decisions, work, collected, listen)
     work.states.clear()

@@ -12,9 +12,9 @@ import pytest
 from written import digest
 
 import quantkit as package
-from quantkit.checkpoint.links import refuse_link_out, refuse_links_out
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.source import FolderSource
+from quantkit.checkpoint.storage.links import refuse_link_out, refuse_links_out
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.errors import SourceError
 

@@ -19,9 +19,10 @@ from written import digest
 
 import quantkit
 from quantkit import algorithms
-from quantkit.checkpoint.writer import read_record, write_record
+from quantkit.checkpoint.storage.record import read_record, write_record
 from quantkit.convert import run
 from quantkit.convert.job import work_folder
+from quantkit.convert.plan.job_record import JOB
 from quantkit.convert.stages import observe as observe_stage
 from quantkit.errors import NumericsError, QuantkitError, RequestError
 
@@ -119,7 +120,7 @@ def test_an_error_leaves_a_job_that_can_go_on(
 def test_a_job_that_was_killed_while_it_looked_at_the_weights_looks_again(
     stopped: tuple[Path, dict[str, str]], convert: Convert
 ) -> None:
-    record = read_record(stopped[0] / "job.json")
+    record = read_record(stopped[0] / "job.json", JOB)
     assert record is not None
     assert record["read"]
     write_record(stopped[0] / "job.json", {**record, "read": False})

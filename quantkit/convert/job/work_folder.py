@@ -25,7 +25,6 @@ import os
 import platform
 import re
 import secrets
-import shutil
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -34,30 +33,29 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.data import CalibrationWindows
-from quantkit.checkpoint.writer import (
-    CheckpointWriter,
-    disk,
-    partial_folder,
-    read_record,
-    replaced_folder,
-    write_record,
-)
+from quantkit.checkpoint.storage.record import AGAIN, SHA256, read_record, write_record
+from quantkit.checkpoint.storage.removal import remove
+from quantkit.checkpoint.storage.unfinished import partial_folder, put_back, replaced_folder
+from quantkit.checkpoint.writer import CheckpointWriter, disk
 from quantkit.convert.job.records import RECORD, keep_measured, kept_measured, restored_result, result_record
 from quantkit.convert.job.states import StateStore
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan.carried import beside_sha256
 from quantkit.convert.plan.inputs import Inputs
-from quantkit.convert.plan.paths import busy, check_paths, read_job
+from quantkit.convert.plan.job_record import JOB, printable, read_job
+from quantkit.convert.plan.paths import busy, check_paths
 from quantkit.convert.plan.plan import Plan
+from quantkit.convert.plan.self_calibration import windows_in_all
 from quantkit.convert.results import BlockResult, BudgetChoice, Measured
 from quantkit.core.host import device_name
 from quantkit.core.precision import cpu_has_amx
-from quantkit.errors import NumericsError, RequestError, UnsupportedModel
+from quantkit.errors import NumericsError, RequestError, UnsupportedModel, WorkFolderError
 from quantkit.version import __version__
 
 # of the work folder. 3: importance of tokens may have been measured, too; 4: sensitivity is that of scaled channels;
 # 5: decisions are kept as indices and numbers
 LAYOUT = 5
+TEXT = {"ids": [[int]], "name": str, "text_sha256": SHA256, "bos": bool, "seed": int}
 INCURABLE = (NumericsError, UnsupportedModel, RequestError)  # the same again would come of the same: nothing is kept
 
 
@@ -71,6 +69,9 @@ class Work:
         o = plan.options
         self.folder = o.work_folder
         self.resumed = o.resume
+        # of the text that the model writes itself: windows, tokens of each, token ids
+        vocabulary = range(int(plan.model.config.vocab_size))  # type: ignore[union-attr,arg-type]
+        self._text_shape = (windows_in_all(o), o.seq_len, vocabulary)
         identity = job_of(plan)  # takes a while: before anything is made that would have to be tidied up
         with disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,7 @@ class Work:
                 )
             return job
         if (self.folder / "job.json").exists():
-            _discard(self.folder)
+            _discard(self.folder, options.out)
         self._new = True
         job = {"identity": identity, "token": secrets.token_hex(4), "finished": None}
         with disk(self.folder):
@@ -120,7 +121,16 @@ class Work:
     def replay(self, part: str) -> BlockResult | None:
         """What an earlier process recorded (without its tensors, which count as written), or None."""
         facts = self.writer.find_part(part) if self.resumed else None
-        return None if facts is None else restored_result(facts)
+        return None if facts is None else restored_result(facts, self.folder / "parts" / f"{part}.json")
+
+    def check_decided(self, wanted: set[str], decided: set[str]) -> None:
+        """Check that the steps, those of earlier processes among them, decided every module and no other.
+
+        wanted, decided: stored names of modules. Raises WorkFolderError naming one that is missing or too much.
+        """
+        odd = sorted(wanted ^ decided)
+        if odd:
+            raise WorkFolderError(f"{self.folder / 'parts'}: {odd[0][:100]!r} is missing or too much. {AGAIN}")
 
     def keep_text(self, windows: CalibrationWindows) -> None:
         """Keep what the model wrote for its own calibration."""
@@ -128,13 +138,17 @@ class Work:
             write_record(self.folder / "text.json", {**asdict(windows), "ids": windows.ids.tolist()})
 
     def text(self) -> CalibrationWindows | None:
-        """What ``keep_text`` kept, or None."""
-        record = read_record(self.folder / "text.json")
-        return (
-            None
-            if record is None
-            else CalibrationWindows(**{**record, "ids": torch.tensor(record["ids"], dtype=torch.int64)})
-        )
+        """What ``keep_text`` kept, or None. Raises WorkFolderError for a text that quantkit did not write."""
+        record = read_record(self.folder / "text.json", TEXT)
+        if record is None:
+            return None
+        count, length, vocabulary = self._text_shape
+        ids = record["ids"]
+        if len(ids) != count or any(
+            len(window) != length or any(i not in vocabulary for i in window) for window in ids
+        ):
+            raise WorkFolderError(f"{self.folder / 'text.json'}: not {count} windows of {length} token ids. {AGAIN}")
+        return CalibrationWindows(**{**record, "ids": torch.tensor(record["ids"], dtype=torch.int64)})
 
     @property
     def read(self) -> bool:
@@ -184,6 +198,9 @@ class Work:
 
         Returns what to tell the user, "" if an error left nothing to go on from.
         """
+        if isinstance(error, WorkFolderError):  # its message says what to do; whoever looks into it should see it all
+            self.release()
+            return ""
         kept = any((self.folder / "parts").glob("*.json")) or any(
             (self.folder / name).exists() for name in ("text.json", RECORD)
         )
@@ -270,7 +287,7 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
 
 def _short(value: Any) -> str:
     """A value in a message; of a hash, the beginning."""
-    text = "none" if value in (None, [], {}) else str(value)
+    text = printable("none" if value in (None, [], {}) else str(value))
     return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{64}", text) else text
 
 
@@ -279,7 +296,7 @@ def _lock(folder: Path) -> int:
     path = folder / "lock"
     while True:
         with disk(folder):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(handle), os.stat(path)):
@@ -293,27 +310,24 @@ def _lock(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _discard(folder: Path) -> None:
-    """Remove a job's leftovers, but not its lock, which we hold. A model it was about to replace is put back."""
-    job = read_record(folder / "job.json")
+def _discard(folder: Path, out: Path) -> None:
+    """Remove the leftovers of a job for ``out``, but not its lock, which we hold.
+
+    A model it was about to replace is put back.
+    """
+    job = read_record(folder / "job.json", JOB)
     if job is not None:
-        theirs = Path(job["identity"]["out"])
-        old = replaced_folder(theirs, job["token"])
-        if old.exists() and not theirs.exists():
-            old.rename(theirs)
-        shutil.rmtree(partial_folder(theirs, job["token"]), ignore_errors=True)
+        put_back(out, replaced_folder(out, job["token"]))
+        with disk(out.parent):
+            remove(partial_folder(out, job["token"]), out.parent)
     _remove(folder, keep="lock")
 
 
 def _remove(folder: Path, keep: str = "") -> None:
     last = ["job.json", "lock"]
     for path in sorted(folder.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
-        if path.name == keep:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        if path.name != keep:
+            remove(path, folder)
     if not keep:
         with contextlib.suppress(OSError):  # somebody else's lock file may be in it again
             folder.rmdir()

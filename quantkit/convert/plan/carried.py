@@ -6,9 +6,9 @@ import fnmatch
 import hashlib
 from pathlib import Path
 
-from quantkit.checkpoint.links import TEMPLATES
 from quantkit.checkpoint.names import TOKENIZER_FILES
 from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.storage.links import TEMPLATES
 
 CARRIED = ("LICEN[CS]E*", "NOTICE*", "COPYING*", "USE_POLICY*", "*.md", "*.txt", "*.json")
 

@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.writer import check_output, partial_folder, read_record
+from quantkit.checkpoint.storage.unfinished import TOKEN, partial_folder, unfinished
+from quantkit.checkpoint.writer import check_output
 from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.job_record import printable, read_job, refuse_planted
 from quantkit.convert.plan.memory import Prediction
 from quantkit.core.host import size_text
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, WorkFolderError
 
 CHOICE = "Add --resume to go on with it, or --overwrite to start anew"
 
@@ -21,9 +23,12 @@ def check_paths(options: ConvertOptions) -> None:
     """Check that the output folder can be made, and that the work folder fits ``--resume``.
 
     Raises RequestError if not: nothing to resume, an unfinished job without ``--resume`` or ``--overwrite``, or a work
-    folder that is not usable.
+    folder that is not usable or not quantkit's.
     """
-    folder, job = options.work_folder, read_job(options.work_folder)
+    folder = options.work_folder
+    refuse_planted(folder)
+    job = read_job(folder)
+    _require_same_out(options, job)
     if options.resume:
         if job is None:
             if (options.out / "quantkit.json").exists():
@@ -35,7 +40,9 @@ def check_paths(options: ConvertOptions) -> None:
                 f"--resume: there is no unfinished job in {folder}. Leave --resume out to start one, "
                 "or name the job's --work-dir."
             )
-        if job["finished"] is not None and not partial_folder(options.out, job["token"]).exists():
+        partial = partial_folder(options.out, job["token"])
+        refuse_planted(partial)
+        if job["finished"] is not None and not partial.exists():
             return  # the output has its name already; only tidying up is left
     elif job is not None and not options.overwrite:
         raise RequestError(f"{folder}: holds an unfinished job for {options.out}. {CHOICE}.")
@@ -43,11 +50,46 @@ def check_paths(options: ConvertOptions) -> None:
     check_work_folder(folder, options)
 
 
+def _require_same_out(options: ConvertOptions, job: dict[str, Any] | None) -> None:
+    """Refuse to start anew in another output's work folder.
+
+    What the job wrote beside that output would have to be removed: nothing is, outside the folders that were asked for.
+    """
+    if job is None or options.resume or not options.overwrite or job["identity"]["out"] == str(options.out.resolve()):
+        return
+    raise WorkFolderError(
+        f"{options.work_folder}: is the work folder of a job for {printable(job['identity']['out'])}, not for"
+        f" {options.out.resolve()}. Choose another --work-dir, or remove that folder by hand."
+    )
+
+
+def leftovers(options: ConvertOptions) -> list[str]:
+    """Return the plan's note on folders beside the output that belong to no job known here.
+
+    options: of the conversion; its own job's folders are not among them.
+    """
+    job = read_job(options.work_folder)
+    own = "" if job is None else job["token"]
+    names = [
+        path.name
+        for kind in ("partial", "replaced")
+        for path in unfinished(options.out, kind, TOKEN)
+        if not path.name.endswith(f".{kind}-{own}")
+    ]
+    if not names:
+        return []
+    return [
+        f"{options.out.parent} holds {', '.join(names)} of another job for this --out. If no --work-dir has it any"
+        " more, remove it by hand (.replaced: the model that was there before)"
+    ]
+
+
 def refuse_busy(folder: Path) -> None:
     """Refuse a work folder in which another process is working now.
 
     Raises RequestError; neither ``--resume`` nor ``--overwrite`` would help.
     """
+    refuse_planted(folder)
     try:
         handle = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -89,18 +131,6 @@ def check_work_folder(folder: Path, options: ConvertOptions) -> None:
     foreign = [path.name for path in folder.iterdir() if path.name not in ("lock", "job.new-record")]
     if foreign and not (folder / "job.json").exists():
         raise RequestError(f"--work-dir {folder}: holds {foreign[0]!r}, so it is no work folder. Choose another one.")
-
-
-def read_job(folder: Path) -> dict[str, Any] | None:
-    """Read the job's record in a work folder, None if there is none.
-
-    Raises RequestError if the record is damaged.
-    """
-    path = folder / "job.json"
-    job = read_record(path)
-    if job is None and path.exists():
-        raise RequestError(f"{path}: is damaged; this job cannot go on. Delete {folder} and start anew.")
-    return job
 
 
 def check_room(options: ConvertOptions, need: Prediction) -> list[str]:

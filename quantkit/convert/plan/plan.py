@@ -26,7 +26,7 @@ from quantkit.convert.plan.column_loops import column_loops
 from quantkit.convert.plan.inputs import Inputs
 from quantkit.convert.plan.memory import Prediction, check_device, predict
 from quantkit.convert.plan.memory_inputs import count_sizes, plain_bytes, whole_bytes, with_sensitivity
-from quantkit.convert.plan.paths import check_paths, check_room, refuse_busy, resumed_note
+from quantkit.convert.plan.paths import check_paths, check_room, leftovers, refuse_busy, resumed_note
 from quantkit.convert.plan.targets import Target, Targets, choose_targets, second_copy
 from quantkit.core.host import choose_device, size_text
 from quantkit.errors import RequestError
@@ -147,6 +147,7 @@ def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
     problems += check_room(options, prediction) + check_device(device, prediction, spares)
     warnings = [
         *([resumed_note(options.work_folder, len(blocks.modules))] if options.resume else []),
+        *leftovers(options),
         *chosen.warnings,
         *_text_notes(options, weights, blocks, inputs.calibration),
         *_source_notes(options, source, form),

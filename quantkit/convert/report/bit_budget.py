@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quantkit.checkpoint.storage.record import POSITIVE
 from quantkit.convert.options.rules import scheme_words
 from quantkit.convert.plan.bit_budget import BitBudget
 from quantkit.convert.plan.targets import Target
@@ -14,6 +15,16 @@ from quantkit.core.host import size_text
 
 # of the curve, besides the chosen one
 POINTS = 12
+
+
+# of ``summary``, as checkpoint/storage/record.py checks it
+ALLOCATION = {
+    "target": str, "budget_bytes": int, "bytes": int, "parameters": POSITIVE, "model_bits_per_weight": float,
+    "predicted_kl": float, "measured_on": dict, "curve": [{"model_bits_per_weight": float, "predicted_kl": float}],
+    "groups": [
+        {"names": [str], "kind": str, "scheme": str, "bytes": int, "options": {str: {"bytes": int, "kl": float}}}
+    ],
+}  # fmt: skip
 
 
 def summary(budget: BitBudget, choice: BudgetChoice, targets: Mapping[str, Target]) -> dict[str, Any]:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from quantkit.algorithms.kv import LayerRanges
+from quantkit.checkpoint.storage.record import AGAIN, Either
 from quantkit.core.kvscheme import KVPlan
+from quantkit.errors import WorkFolderError
+
+SIDES = {"keys": {str: float}, "values": {str: float}}
+# of ``summary``, as checkpoint/storage/record.py checks it
+SUMMARY = {
+    "bits": Either(int, str),
+    "scales": str,
+    "budget": Either(None, float),
+    "code_bits": float,
+    "stored_bits": float,
+    "layers": [{"name": str, "keys": int, "values": int, "damage?": SIDES}],
+}
 
 
 def average_bits(plan: KVPlan) -> tuple[float, float]:
@@ -51,6 +65,20 @@ def summary(plan: KVPlan, layers: Mapping[str, LayerRanges], budget: float | Non
         "stored_bits": stored,
         "layers": rows,
     }
+
+
+def check_summary(cache: Mapping[str, Any] | None, path: Path) -> None:
+    """Check that a stored summary tells the damage of every layer if there was a budget.
+
+    cache: of the shape ``SUMMARY``, or None. path: the record that it was read from.
+
+    Raises WorkFolderError.
+    """
+    if cache is None or cache["budget"] is None:
+        return
+    for row in cache["layers"]:
+        if any(str(row[side]) not in row.get("damage", {}).get(side, {}) for side in SIDES):
+            raise WorkFolderError(f"{path}: the cache of {row['name'][:60]!r} has a budget and no damage. {AGAIN}")
 
 
 def summary_lines(cache: Mapping[str, Any]) -> list[str]:

@@ -9,12 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibrate.matmul_precision import WORDS
+from quantkit.checkpoint.storage.record import Either, as_record
 from quantkit.convert.engines.rules import Verdict, verdict_lines
 from quantkit.convert.options.kv_request import label_words
 from quantkit.convert.options.options import method_words
-from quantkit.convert.report.bit_budget import allocation_lines
-from quantkit.convert.report.kv_cache import summary_lines
-from quantkit.convert.results import LayerReport
+from quantkit.convert.report.bit_budget import ALLOCATION, allocation_lines
+from quantkit.convert.report.kv_cache import SUMMARY, check_summary, summary_lines
+from quantkit.convert.results import DISTILLED, LAYER, TUNED, LayerReport
+
+# what ``ConvertReport.to_store`` stores, as checkpoint/storage/record.py checks it
+STORED = {
+    "verified_tensors": int,
+    "sample": Either(None, {"prompt": str, "text": str}),
+    "notes": [str],
+    "kv_bits": Either(int, str),
+    "cache": Either(None, SUMMARY),
+    "allocation": Either(None, ALLOCATION),
+    "tuning": {str: TUNED},
+    "distilled": Either(None, DISTILLED),
+    "rotated": Either(None, float),
+    "layers": [LAYER],
+}
 
 
 @dataclass
@@ -107,8 +122,13 @@ class ConvertReport:
         tuning = {"tuning": self.tuning} if self.tuning else {}
         return {**tuning, **({} if self.distilled is None else {"distilled": self.distilled})}
 
-    def restore(self, stored: dict[str, Any]) -> None:
-        """Undo ``to_store``."""
+    def restore(self, stored: dict[str, Any], path: Path) -> None:
+        """Undo ``to_store``. Raises WorkFolderError for what it did not store.
+
+        path: the record that it was read from.
+        """
+        as_record(stored, STORED, path)
+        check_summary(stored["cache"], path)
         self.verified_tensors, self.sample, self.notes = stored["verified_tensors"], stored["sample"], stored["notes"]
         self.kv_bits, self.cache = stored["kv_bits"], stored["cache"]
         self.allocation, self.distilled = stored["allocation"], stored["distilled"]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.algorithms.guide import Guide
 from quantkit.calibrate.data import CalibrationWindows
+from quantkit.checkpoint.storage.record import AGAIN
 from quantkit.convert.job.work_folder import Work
 from quantkit.convert.plan.bit_budget import BitBudget, chosen_targets
 from quantkit.convert.plan.plan import Unquantized, find_unquantized
@@ -20,6 +21,7 @@ from quantkit.convert.plan.targets import Target, head_embeddings
 from quantkit.convert.results import TOKENS, WINDOWS, BlockResult, BudgetChoice, Measured
 from quantkit.convert.stages.sensitivity import SensitivityPass
 from quantkit.core.host import OnStep
+from quantkit.errors import WorkFolderError
 from quantkit.model.experts import expert_linears
 from quantkit.model.skeleton import Blocks, Weights
 
@@ -66,15 +68,50 @@ def decide(
     """
     weights = measuring.weights
     if work.finished is not None:  # all is written; what is in it follows from the options that were chosen
-        return planned if budget is None else _apply(planned, budget, work.choice, weights, rewritten)
+        return planned if budget is None else _apply(planned, budget, _kept_choice(budget, work), weights, rewritten)
     measured = work.measured()
     if measured is None:
         measured = measuring.measure(() if budget is None else budget.units, on_step)
         work.keep_measured(measured)
+    elif not _fits(measuring, budget, measured):
+        raise WorkFolderError(f"{work.folder}: what was measured there is not of this model. {AGAIN}")
     decisions = replace(planned, channels=measured.channels, guides=measured.guides)
     if budget is None:
         return decisions
     return _apply(decisions, budget, _choose(budget, measured, windows), weights, rewritten)
+
+
+def _fits(measuring: SensitivityPass, budget: BitBudget | None, measured: Measured) -> bool:
+    """Tell whether kept measurements have the numbers that the pass would give: by unit, option, block and channel."""
+    count, width = len(measuring.blocks), int(measuring.model.config.hidden_size)
+    guides = measured.guides
+    return (
+        _fits_options(budget, measured.sensitivity)
+        and [len(channels) for channels in measured.channels] == [width] * count
+        and (guides is not None) == bool(measuring.guided)
+        and (guides is None or len(guides) == count)
+        and all(guide is None or len(guide.center) == width + 1 for guide in guides or ())
+    )
+
+
+def _fits_options(budget: BitBudget | None, sensitivity: list[list[float]]) -> bool:
+    """Tell whether there is a number for each option of each unit."""
+    options = [] if budget is None else [len(unit.options) for unit in budget.units]
+    return [len(costs) for costs in sensitivity] == options
+
+
+def _kept_choice(budget: BitBudget, work: Work) -> BudgetChoice:
+    """Return what an earlier process chose. Raises WorkFolderError if there is no such choice in this budget."""
+    choice = work.choice
+    counts = [len(unit.options) for unit in budget.units]
+    if (
+        choice is None
+        or not _fits_options(budget, choice.sensitivity)
+        or len(choice.taken) != len(counts)
+        or not all(0 <= index < count for index, count in zip(choice.taken, counts, strict=True))
+    ):
+        raise WorkFolderError(f"{work.folder / 'job.json'}: 'choice' is not of this model. {AGAIN}")
+    return choice
 
 
 def _choose(budget: BitBudget, measured: Measured, windows: CalibrationWindows) -> BudgetChoice:
@@ -86,10 +123,9 @@ def _choose(budget: BitBudget, measured: Measured, windows: CalibrationWindows) 
 
 
 def _apply(
-    decisions: Decisions, budget: BitBudget, choice: BudgetChoice | None, weights: Weights, rewritten: Sequence[str]
+    decisions: Decisions, budget: BitBudget, choice: BudgetChoice, weights: Weights, rewritten: Sequence[str]
 ) -> Decisions:
     """The decisions with the schemes that were chosen for the units of a bit budget."""
-    assert choice is not None
     schemes = [unit.options[index] for unit, index in zip(budget.units, choice.taken, strict=True)]
     targets = chosen_targets(decisions.targets, budget.units, schemes)
     unquantized = find_unquantized(weights, targets, rewritten)

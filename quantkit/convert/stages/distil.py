@@ -225,8 +225,11 @@ class _Pass:
     def _resume(self) -> int:
         """Steps that an earlier process did; what it learned is taken up."""
         learned = self.student.parameters()
-        stored = self.store.latest(len(self.calls) + self.steps) if self.resumed else None
-        if stored is None or stored[0] <= len(self.calls):
+        wanted = [p.shape for p in learned] + [p.shape for p in learned for _ in MOMENTS]
+        # up to the number of blocks they are hidden states, of the loop before
+        blocks = len(self.calls)
+        stored = self.store.latest(blocks + self.steps, wanted.__eq__, blocks) if self.resumed else None
+        if stored is None:
             return 0
         done = stored[0] - len(self.calls)
         values = iter(stored[1])

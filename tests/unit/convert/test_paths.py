@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 
-from quantkit.checkpoint.writer import partial_folder, write_record
+from quantkit.checkpoint.storage.record import write_record
+from quantkit.checkpoint.storage.unfinished import partial_folder
 from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.plan.job_record import read_job
 from quantkit.convert.plan.memory import Prediction
 from quantkit.convert.plan.paths import (
     check_paths,
     check_room,
     check_work_folder,
     lacks_room,
-    read_job,
     refuse_busy,
     resumed_note,
 )
 from quantkit.errors import RequestError
+
+TOKEN = "0123abcd"
+JOB: dict[str, Any] = {"token": TOKEN, "finished": None}
 
 
 def asked(folder: Path, **options: Any) -> ConvertOptions:
@@ -33,7 +37,7 @@ def job(tmp_path: Path) -> Path:
     """The work folder of an unfinished job."""
     work = tmp_path / ".out.work"
     (work / "parts").mkdir(parents=True)
-    write_record(work / "job.json", {"token": "abc", "finished": None})
+    write_record(work / "job.json", {**JOB, "identity": {"out": str(tmp_path / "out")}})
     return work
 
 
@@ -63,15 +67,15 @@ def test_a_job_whose_output_has_its_name_already_may_find_it_there(job: Path, tm
     (tmp_path / "out").mkdir()
     with pytest.raises(RequestError, match="exists already"):
         check_paths(asked(tmp_path, resume=True))
-    write_record(job / "job.json", {"token": "abc", "finished": {}})
+    write_record(job / "job.json", {"identity": {"out": ""}, "token": TOKEN, "finished": {}})
     check_paths(asked(tmp_path, resume=True))
-    partial_folder(tmp_path / "out", "abc").mkdir()  # not renamed yet: the name must be free for it
+    partial_folder(tmp_path / "out", TOKEN).mkdir()  # not renamed yet: the name must be free for it
     with pytest.raises(RequestError, match="exists already"):
         check_paths(asked(tmp_path, resume=True))
 
 
 def test_a_damaged_record_is_named(job: Path) -> None:
-    assert read_job(job) == {"token": "abc", "finished": None}
+    assert read_job(job) == {**JOB, "identity": {"out": str(job.parent / "out")}}
     assert read_job(job / "parts") is None
     (job / "job.json").write_text("nonsense")
     with pytest.raises(RequestError, match=r"job\.json: is damaged; this job cannot go on\. Delete"):
@@ -125,8 +129,8 @@ def test_room_is_counted_on_one_disk_and_what_a_stopped_job_wrote_is_free(
     assert problem.startswith(f"disk: 9 kB are needed in {tmp_path}, 0 kB are free.")
     assert "an --out on another disk" in problem
     (job / "parts" / "block-0000.safetensors").write_bytes(bytes(8000))
-    partial_folder(tmp_path / "out", "abc").mkdir()
-    (partial_folder(tmp_path / "out", "abc") / "model.safetensors").write_bytes(bytes(1000))
+    partial_folder(tmp_path / "out", TOKEN).mkdir()
+    (partial_folder(tmp_path / "out", TOKEN) / "model.safetensors").write_bytes(bytes(1000))
     assert check_room(asked(tmp_path, resume=True), need(9000)) == []
     assert len(check_room(asked(tmp_path), need(9000))) == 1
 

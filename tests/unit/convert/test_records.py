@@ -85,16 +85,19 @@ def result() -> BlockResult:
         {4: 1 / 3, 2: 1e-9},
         {4: 0.0},
     )
+    distilled = dict(
+        steps=7, windows_learned=14, tokens_learned=140, windows_kept_back=2, kl_before=1 / 3, kl_after=None, kept=False
+    )  # fmt: skip
     layer = LayerReport("a.b", "W4 g32 asym", 0.1, None, 64, 300, 0.01, "rtn", 2, 40, 1)
     return BlockResult(
         {"a.b.weight": torch.zeros(1)}, {"a.b": "digest"}, [layer], {"a.attn": ranges}, ["a note"], {"a": {"norm": True}},
-        {"a": {"before": 0.2, "after": 1 / 7, "step": 3.0}}, {"steps": 7, "kl_before": 1 / 3, "kl_after": None, "kept": False},
+        {"a": {"before": 0.2, "after": 1 / 7, "step": 3.0}}, distilled,
     )  # fmt: skip
 
 
 def test_a_blocks_result_goes_through_json_and_comes_back_without_its_tensors() -> None:
     given = result()
-    found = restored_result(json.loads(json.dumps(result_record(given))))
+    found = restored_result(json.loads(json.dumps(result_record(given))), Path("block.json"))
     assert found.parts == {}
     for field in dataclasses.fields(BlockResult):
         if field.name not in ("parts", "kv"):
@@ -116,22 +119,25 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateStore:
     return StateStore(tmp_path)
 
 
+SHAPES = [torch.Size((2, 3, 4)), torch.Size((1, 3, 4))]
+
+
 def hidden(seed: int) -> list[Tensor]:
     return [numbers(seed, 2, 3, 4), numbers(seed + 1, 1, 3, 4)]
 
 
 def test_the_youngest_states_up_to_a_block_come_back(store: StateStore) -> None:
-    assert store.latest(9) is None
+    assert store.latest(9, SHAPES.__eq__) is None
     for block in (1, 2, 3):
         assert store.keep(block, hidden(block))
     for limit, wanted in ((9, 3), (3, 3), (2, 2)):
-        found = store.latest(limit)
+        found = store.latest(limit, SHAPES.__eq__)
         assert found is not None
         assert found[0] == wanted
         assert all(torch.equal(x, y) for x, y in zip(found[1], hidden(wanted), strict=True))
-    assert store.latest(1) is None  # two are kept, the oldest was written over
+    assert store.latest(1, SHAPES.__eq__) is None  # two are kept, the oldest was written over
     store.clear()
-    assert store.latest(9) is None
+    assert store.latest(9, SHAPES.__eq__) is None
     assert list(store.folder.iterdir()) == []
 
 
@@ -145,13 +151,13 @@ def test_the_older_states_stand_in_for_damaged_ones(store: StateStore) -> None:
     whole = file.read_bytes()
     for damaged in (whole[:-4], bytes([whole[0] ^ 1]) + whole[1:]):
         file.write_bytes(damaged)
-        found = store.latest(2)
+        found = store.latest(2, SHAPES.__eq__)
         assert found is not None
         assert found[0] == 1
     file.unlink()
-    assert store.latest(2)[0] == 1  # type: ignore[index]
+    assert store.latest(2, SHAPES.__eq__)[0] == 1  # type: ignore[index]
     file.write_bytes(whole)
-    assert store.latest(2)[0] == 2  # type: ignore[index]
+    assert store.latest(2, SHAPES.__eq__)[0] == 2  # type: ignore[index]
 
 
 def test_states_are_not_written_more_often_than_time_allows(tmp_path: Path) -> None:
