@@ -38,10 +38,21 @@ def write_kv_plan(folder: Path, plan: KVPlan) -> Path:
 
     Raises CheckpointError for a layer without the scales it needs.
     """
-    from safetensors.torch import save_file
-
     path = folder / FILE_NAME
     _complete(path, plan)
+    # not by the library's save_file, whose files only their owner may read, whatever the umask
+    path.write_bytes(_content(plan))
+    return path
+
+
+def kv_plan_bytes(plan: KVPlan) -> int:
+    """Return how large the file is that ``write_kv_plan`` writes, without writing it."""
+    return len(_content(plan))
+
+
+def _content(plan: KVPlan) -> bytes:
+    from safetensors.torch import save
+
     meta = {
         "version": _VERSION,
         "scheme": asdict(plan.scheme),
@@ -53,8 +64,8 @@ def write_kv_plan(folder: Path, plan: KVPlan) -> Path:
         for name, layer in plan.static.items()
         for part in SCALE_NAMES
     }
-    save_file(tensors, path, metadata={_KEY: json.dumps(meta, sort_keys=True)})
-    return path
+    content: bytes = save(tensors, metadata={_KEY: json.dumps(meta, sort_keys=True)})
+    return content
 
 
 def read_kv_plan(folder: Path) -> KVPlan | None:

@@ -8,10 +8,8 @@ rest is chosen (``stages/decide.py``).
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from quantkit.core.host import size_text
 from quantkit.core.kvscheme import SCALE_NAMES, KVPlan, LayerScales
 from quantkit.core.scheme import Scheme
 from quantkit.formats.interface import Format
-from quantkit.formats.kv_scales import write_kv_plan
+from quantkit.formats.kv_scales import kv_plan_bytes
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
 from quantkit.model.skeleton import Weights
 from quantkit.runtime.kv_cache.transformers_cache import attention_modules
@@ -259,7 +257,7 @@ def _choices(
 def cache_bytes(options: ConvertOptions, form: Format, model: Any) -> int:
     """Return the bytes of the file of a quantized KV cache's scales, and of its scales for other engines.
 
-    The names and shapes of its tensors decide them, so a file of ones is written and measured.
+    The names and shapes of its tensors decide them, so a file of ones is measured.
     """
     asked = options.cache
     if not asked.wanted:
@@ -268,9 +266,7 @@ def cache_bytes(options: ConvertOptions, form: Format, model: Any) -> int:
     shape = (cached_kv_heads(model.config), head_dim(model.config))
     scales = {name: LayerScales(**{part: torch.ones(shape) for part in SCALE_NAMES}) for name in names}
     plan = KVPlan(asked.scheme, dict.fromkeys(names, asked.candidates()[0]), scales)
-    with tempfile.TemporaryDirectory() as folder:
-        size = write_kv_plan(Path(folder), plan).stat().st_size
-    return size + (8 * len(names) if asked.scheme.label == "fp8" and form.holds_cache_scales else 0)
+    return kv_plan_bytes(plan) + (8 * len(names) if asked.scheme.label == "fp8" and form.holds_cache_scales else 0)
 
 
 def kept_bytes(weights: Weights, target: Target) -> int:

@@ -271,3 +271,15 @@ def test_what_is_no_file_in_the_cache_is_replaced(kind: str, pip: Pip) -> None:
     file.unlink()
     {"fifo": os.mkfifo, "folder": os.mkdir, "link to nothing": lambda path: os.symlink("nowhere", path)}[kind](file)
     assert (fetch("toy") / "toy.gguf").read_bytes() == FIRST + SECOND
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_the_umask_decides_who_may_read_a_download(mask: int, pip: Pip) -> None:
+    """A cache may be shared: what was made in a private scratch folder does not stay private."""
+    old = os.umask(mask)
+    try:
+        folder = fetch("toy")
+    finally:
+        os.umask(old)
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o777 & ~mask
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
