@@ -32,7 +32,6 @@ def test_the_gpu_benchmark_is_rehearsed(tmp_path: Path) -> None:
     (row,) = stored["rows"]
     assert (row["tokens"], row["tile"]["kernel"]) == (4, "gemm")
     assert row["error"] < 1e-2
-    assert row["us"] > 0
 
 
 def test_it_is_not_rehearsed_outside_the_interpreter(tmp_path: Path) -> None:

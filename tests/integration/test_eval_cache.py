@@ -65,7 +65,8 @@ def test_any_model_is_measured_with_a_quantized_cache(
     assert (found.kv_bits, found.kv_scales) == (label, "online")
     assert found.kv_bits_per_number == pytest.approx(stored)
     assert found.kl_mean is not None
-    assert found.kl_mean > 0
+    # measured 1e-8, 7e-7, 3e-5 and 4e-6: this model says nearly the same whatever it remembers
+    assert 0 < found.kl_mean < {"8": 1e-6, "4": 2e-5}.get(bits, 1e-3)
     exact = evaluate(tiny_original, baseline=tiny_original, kv_bits="16", **options)
     assert (exact.kv_bits, exact.kv_scales, exact.kl_mean) == (16, None, 0.0)
     assert found.baseline_perplexity == exact.perplexity, "the baseline keeps its 16-bit cache"
@@ -127,7 +128,7 @@ def test_stored_scales_and_online_ones_are_measured_apart(
     assert static.kv_bits_per_number == 4.0 < online.kv_bits_per_number
     assert static.kl_mean is not None
     assert online.kl_mean is not None
-    assert static.kl_mean > online.kl_mean > 0
+    assert 0 < online.kl_mean < static.kl_mean < 1e-3
     assert (unasked.kv_bits, unasked.kl_mean) == (4, online.kl_mean), "what the checkpoint says"
     with pytest.raises(RequestError, match="no static KV scales"):
         evaluate(tiny_original, kv_bits=4, kv_scales="static", **options)

@@ -28,11 +28,10 @@ def test_only_the_first_blocks_are_quantized_and_all_of_them_cost_more(
     trial: Any, tiny_original: Path, calibration_text: Path
 ) -> None:
     stage = run.quantize_block
-    some, learned, seconds = trial.first_blocks(str(tiny_original), 1, options(calibration_text), False)
+    some, learned, _ = trial.first_blocks(str(tiny_original), 1, options(calibration_text), False)
     every, _, _ = trial.first_blocks(str(tiny_original), 2, options(calibration_text), False)
     assert run.quantize_block is stage  # put back
     assert list(some) == list(learned) == ["model.layers.0"]
-    assert seconds > 0
     assert all(torch.equal(every["model.layers.0"][name], value) for name, value in some["model.layers.0"].items())
     none, one, two = (
         trial.divergences(str(tiny_original), blocks, 4, str(calibration_text), 32).mean()

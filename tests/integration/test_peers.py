@@ -93,7 +93,9 @@ def test_what_a_peer_changed_and_left_alone_is_found_by_comparing(
     assert found["cast"] == {"bfloat16": 1, "float16": 0}
     read = open_source(tmp_path)
     assert all(torch.equal(read.read(name), dense[name]) for name in source.names())
-    assert evaluate(tmp_path, baseline=tiny_original, data=str(calibration_text), seq_len=64, tokens=128).kl_mean > 0  # type: ignore[operator]
+    done = evaluate(tmp_path, baseline=tiny_original, data=str(calibration_text), seq_len=64, tokens=128)
+    assert done.kl_mean is not None
+    assert 0.005 < done.kl_mean < 0.15  # measured 0.028
 
 
 def test_a_result_that_lacks_a_tensor_is_no_result(run: Any, tiny_original: Path, tmp_path: Path) -> None:

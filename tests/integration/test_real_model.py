@@ -53,8 +53,6 @@ def test_generation_is_deterministic_and_makes_sense(quantized: Path) -> None:
     assert "Paris" in first.text
     assert first.text == model.generate("The capital of France is", **options).text
     assert "".join(model.stream("The capital of France is", **options)) == first.text
-    assert first.time_to_first_token > 0
-    assert first.tokens_per_second > 0
 
 
 def test_stepping_a_real_model_equals_its_own_forward() -> None:
