@@ -1,0 +1,153 @@
+"""Small whole files of every kind that quantkit reads, made from one tiny model: what ``mutations.py`` damages."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+TINY = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+)  # fmt: skip
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+def make_originals(folder: Path) -> Path:
+    """Write the originals into an empty folder and return it."""
+    model, tokenizer = _float_model(folder / "float")
+    model.save_pretrained(folder / "sharded", max_shard_size="20KB")
+    tokenizer.save_pretrained(folder / "sharded")
+    _converted(folder)
+    _gguf(folder / "model.gguf", model, tokenizer)
+    _texts(folder / "texts")
+    _stopped_job(folder)
+    return folder
+
+
+def _float_model(folder: Path) -> Any:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from quantkit.checkpoint.tokenizer import ENGLISH, ROUND_TRIP_TEXT
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([ENGLISH, ROUND_TRIP_TEXT] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    fast.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", vocab_size=len(fast), tie_word_embeddings=True, **TINY)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return model, fast
+
+
+def _converted(folder: Path) -> None:
+    from quantkit import convert
+
+    text = folder / "calibration.txt"
+    text.write_text("The history of the world is the history of the people who lived in it. " * 200)
+    common: Any = dict(group_size=16, calibration=str(text), samples=4, seq_len=32)
+    convert(folder / "float", folder / "native", method="rtn", format="native", kv_bits=8, kv_scales="static", **common)
+    convert(folder / "float", folder / "gptq", method="rtn", format="gptq", group_size=16)
+    convert(folder / "float", folder / "compressed", method="rtn", format="compressed-tensors", group_size=16)
+    config = json.loads((folder / "gptq" / "config.json").read_text())
+    old = shutil.copytree(folder / "gptq", folder / "old-gptq")
+    del config["quantization_config"]  # older folders say it in quantize_config.json alone
+    (old / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _gguf(path: Path, model: Any, tokenizer: Any) -> None:
+    import gguf
+    import numpy as np
+
+    def rows(weight: Any, heads: int) -> Any:
+        parts = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+        return parts.swapaxes(1, 2).reshape(weight.shape)
+
+    names = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    inner = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = sorted(inner["vocab"], key=inner["vocab"].get)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(8)
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(0)
+    writer.add_chat_template(TEMPLATE)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in ("<s>", "</s>") else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in inner["merges"]])
+    for name, value in model.float().state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        if name in outer:
+            writer.add_tensor(outer[name], value.numpy())
+            continue
+        _, _, block, rest = name.split(".", 3)
+        stem = rest.removesuffix(".weight")
+        stored = rows(value, 4 if "q_proj" in stem else 2) if stem.endswith(("q_proj", "k_proj")) else value
+        if "proj" in stem:
+            code = gguf.GGMLQuantizationType.Q8_0
+            packed = gguf.quants.quantize(np.ascontiguousarray(stored.numpy()), code)
+            writer.add_tensor(f"blk.{block}.{names[stem]}.weight", packed, raw_dtype=code)
+        else:
+            writer.add_tensor(f"blk.{block}.{names[stem]}.weight", stored.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _texts(folder: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    folder.mkdir()
+    records = [{"text": f"Sentence {i} — of é 😀.", "id": i, "meta": {"tags": ["a", i]}} for i in range(20)]
+    lines = "\n".join(json.dumps(record) for record in records)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    (folder / "a.txt").write_text("\n".join(record["text"] for record in records))
+    parquet.write_table(
+        pyarrow.table({"text": [r["text"] for r in records], "id": [r["id"] for r in records]}), folder / "a.parquet"
+    )
+
+
+def _stopped_job(folder: Path) -> None:
+    """A work folder as an interrupted conversion leaves it."""
+    from stopping import stop_at
+
+    from quantkit import convert
+
+    (folder / "job").mkdir()
+    try:
+        convert(folder / "float", folder / "job" / "out", method="rtn", group_size=16, on_progress=stop_at("blocks", 1))
+    except KeyboardInterrupt:
+        return
+    raise AssertionError("the conversion was not interrupted")

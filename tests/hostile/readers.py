@@ -1,0 +1,159 @@
+"""What is done with a damaged file: every reader that it may come to. Called in a child (``limits.py``)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from hostile.mutations import mutate
+
+# file -> (kind of its content, who reads it, how many of a hundred inputs)
+FILES: dict[str, tuple[str, str, float]] = {
+    "float/config.json": ("json", "folder", 14),
+    "float/generation_config.json": ("json", "folder", 5),
+    "float/tokenizer.json": ("json", "tokenizer", 14),
+    "float/tokenizer_config.json": ("json", "tokenizer", 8),
+    "float/chat_template.jinja": ("bytes", "tokenizer", 4),
+    "float/model.safetensors": ("safetensors", "folder", 9),
+    "sharded/model.safetensors.index.json": ("json", "folder", 5),
+    "old-gptq/quantize_config.json": ("json", "folder", 4),
+    "gptq/config.json": ("json", "folder", 4),
+    "gptq/model.safetensors": ("safetensors", "folder", 3),
+    "compressed/config.json": ("json", "folder", 4),
+    "native/config.json": ("json", "folder", 3),
+    "native/quantkit.safetensors": ("safetensors", "folder", 2),
+    "native/quantkit_kv.safetensors": ("safetensors", "folder", 4),
+    "model.gguf": ("gguf", "gguf", 8),
+    "texts/a.jsonl": ("jsonl", "text", 4),
+    "texts/a.jsonl.gz": ("gzip", "text", 1.5),
+    "texts/a.txt": ("text", "text", 0.5),
+    "texts/a.parquet": ("bytes", "text", 1),
+    "job/.out.work/job.json": ("record", "job", 1),
+    "job/.out.work/parts/block-0000.json": ("record", "job", 0.5),
+}
+
+
+def draw(kept: str, seed: int, number: int) -> tuple[str, bytes, str]:
+    """Return the file that an input is made of, its damaged content, and what was done to it."""
+    random = Random(f"{seed}/{number}")
+    name = random.choices(list(FILES), [share for _, _, share in FILES.values()])[0]
+    content, done = mutate((Path(kept) / name).read_bytes(), FILES[name][0], random)
+    return name, content, done
+
+
+def read(kept: str, scratch: str, seed: int, number: int) -> None:
+    """Put an input in its place among the originals in ``scratch``, let its reader have it, and put the original back."""
+    name, content, _ = draw(kept, seed, number)
+    _watch(Path(scratch))
+    path = Path(scratch) / name
+    path.write_bytes(content)
+    outside.clear()
+    try:
+        READERS[FILES[name][1]](path)
+    finally:
+        shutil.copyfile(Path(kept) / name, path)
+        assert not outside, f"touched outside: {outside[:5]}"
+
+
+def folder(path: Path) -> None:
+    """As ``inspect`` and ``generate`` do."""
+    import torch
+
+    import quantkit
+    from quantkit.checkpoint.open import open_source
+    from quantkit.cli.inspect import _quantized, _structure
+
+    source = open_source(path.parent)
+    (_structure if source.quantization() is None else _quantized)(source)
+    model = quantkit.load(path.parent, device="cpu", dtype="float32")
+    model(torch.tensor([[2, 3, 4, 5]]))
+    _ = model.context, model.memory()
+    model.encode("The history")
+
+
+def tokenizer(path: Path) -> None:
+    """As ``generate`` and ``convert`` do."""
+    from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer, wants_bos
+    from quantkit.runtime.generate.chat_template import chat_text
+
+    loaded = load_tokenizer(path.parent)
+    ids = loaded("The history of é 😀\n", add_special_tokens=False)["input_ids"]
+    check_vocabulary(ids, {"vocab_size": 400}, path)
+    wants_bos(loaded)
+    loaded.decode(ids, skip_special_tokens=True)
+    chat_text(loaded, [{"role": "user", "content": "Hi"}])
+
+
+def gguf(path: Path) -> None:
+    """As ``inspect`` and ``generate`` do."""
+    import torch
+
+    import quantkit
+    from quantkit.checkpoint.open import open_source
+    from quantkit.checkpoint.tokenizer import load_tokenizer
+    from quantkit.cli.inspect import _structure
+
+    _structure(open_source(path))
+    model = quantkit.load(path, device="cpu", dtype="float32")
+    model(torch.tensor([[2, 3, 4, 5]]))
+    load_tokenizer(path)
+
+
+def text(path: Path) -> None:
+    """As ``convert`` and ``eval`` do."""
+    from quantkit.checkpoint.texts import load_text
+
+    load_text(str(path), split="calibration")
+
+
+def job(path: Path) -> None:
+    """As ``convert --resume`` does."""
+    from quantkit import convert
+
+    work = next(parent for parent in path.parents if parent.name == ".out.work")
+    root = work.parents[1]
+    kept = shutil.copytree(work, root / "kept", dirs_exist_ok=True)
+    try:
+        convert(root / "float", work.parent / "out", method="rtn", group_size=16, resume=True)
+    finally:
+        for made in (work, work.parent / "out"):
+            shutil.rmtree(made, ignore_errors=True)
+        shutil.move(kept, work)
+
+
+READERS: dict[str, Callable[[Path], None]] = {
+    "folder": folder, "tokenizer": tokenizer, "gguf": gguf, "text": text, "job": job,
+}  # fmt: skip
+
+outside: list[str] = []
+_watched: list[Path] = []
+
+
+def _watch(scratch: Path) -> None:
+    """Note every file that is written outside the scratch folder, every program and every connection."""
+    if _watched:
+        return
+    _watched.append(scratch)
+    allowed = (str(scratch), "/dev/", "/proc/")
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            name, mode, _ = arguments
+            writes = isinstance(mode, str) and any(letter in mode for letter in "wax+")
+            if writes and isinstance(name, str) and not name.startswith(allowed):
+                outside.append(f"writes {name}")
+        elif event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link"):
+            # A relative name is one of a folder that rmtree holds open, and was asked about when it was opened.
+            if os.path.isabs(str(arguments[0])) and not str(arguments[0]).startswith(allowed):
+                outside.append(f"{event} {arguments[0]}")
+        elif event in ("os.system", "os.exec", "socket.connect", "socket.getaddrinfo", "pickle.find_class"):
+            outside.append(f"{event} {str(arguments)[:200]}")
+        elif event == "subprocess.Popen" and "limited_worker.py" not in str(arguments[1]):
+            outside.append(f"starts {arguments[1]}")
+
+    sys.addaudithook(hook)

@@ -1,0 +1,98 @@
+"""Every reader gets seeded damage to its real files: what comes of it is a QuantkitError or a model, and nothing else.
+
+QUANTKIT_HOSTILE_INPUTS says how many inputs, QUANTKIT_HOSTILE_SEED from which seed. An input that is not dealt with is
+kept, and the failure names it: seed, number, file and what was done to it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hostile.limits import Limited, Outcome
+from hostile.originals import make_originals
+from hostile.readers import FILES, READERS, draw
+
+Originals = tuple[Path, Path]
+
+SEED = int(os.environ.get("QUANTKIT_HOSTILE_SEED", "0"))
+INPUTS = int(os.environ.get("QUANTKIT_HOSTILE_INPUTS", "1500"))
+MODULES = (
+    "torch",
+    "transformers",
+    "quantkit.convert.api",
+    "quantkit.runtime.load",
+    "quantkit.checkpoint.texts",
+    "hostile.readers",
+)
+FRESH = 1000  # inputs for one child: what its heap has lost to fragments should not count as an input's memory
+
+
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
+    """The originals, and where to put them to be damaged: where they were made, since a work folder knows its place."""
+    scratch = tmp_path_factory.mktemp("originals") / "files"
+    kept = scratch.with_name("kept")
+    scratch.mkdir()
+    make_originals(scratch)
+    shutil.copytree(scratch, kept)
+    return kept, scratch
+
+
+def run(originals: Originals, numbers: range, seed: int) -> tuple[Counter[str], list[str]]:
+    """Read the inputs of these numbers; returns how many ended in what way, and those that should not have."""
+    child, counts, wrong = Limited(*MODULES), Counter[str](), list[str]()
+    try:
+        for done, number in enumerate(numbers):
+            if done % FRESH == FRESH - 1:
+                child.close()
+            outcome = _read(child, originals, seed, number)
+            if outcome.kind in ("memory", "hang", "signal"):  # again in a child of its own, to be sure
+                child.close()
+                outcome = _read(child, originals, seed, number)
+                child.close()
+            counts[outcome.kind] += 1
+            if outcome.kind not in ("passed", "refused"):
+                wrong.append(_words(originals, seed, number, outcome))
+    finally:
+        child.close()
+    return counts, wrong
+
+
+def _read(child: Limited, originals: Originals, seed: int, number: int) -> Outcome:
+    kept, scratch = originals
+    outcome = child("hostile.readers:read", str(kept), str(scratch), seed, number)
+    if outcome.kind in ("memory", "hang", "signal"):  # it could not put the original back
+        shutil.rmtree(scratch)
+        shutil.copytree(kept, scratch)
+    return outcome
+
+
+def _words(originals: Originals, seed: int, number: int, outcome: Outcome) -> str:
+    """Keep an input, and say all that is known of it."""
+    name, content, done = draw(str(originals[0]), seed, number)
+    path = originals[1].with_name(f"input-{seed}-{number}-{Path(name).name}")
+    path.write_bytes(content)
+    return f"input {number} of seed {seed}, {name}, {done}: {outcome.kind}, {outcome.message}\n(kept as {path})"
+
+
+def test_the_originals_are_read(originals: Originals) -> None:
+    """What is damaged below is whole before, and every reader gets to its end."""
+    for name, (_, reader, _) in FILES.items():
+        READERS[reader](originals[1] / name)
+
+
+def test_damaged_files_are_refused_or_read(originals: Originals) -> None:
+    counts, wrong = run(originals, range(INPUTS), SEED)
+    assert not wrong, f"{dict(counts)}\n" + "\n\n".join(wrong[:20])
+    assert counts["refused"] > INPUTS // 5
+    assert counts["passed"] > INPUTS // 20
+
+
+@pytest.mark.slow
+def test_many_damaged_files_are_refused_or_read(originals: Originals) -> None:
+    counts, wrong = run(originals, range(INPUTS, INPUTS + 50_000), SEED)
+    assert not wrong, f"{dict(counts)}\n" + "\n\n".join(wrong[:20])
