@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.texts import load_text
-from quantkit.checkpoint.tokenizer import check_vocabulary, wants_bos
+from quantkit.checkpoint.tokenizer import check_vocabulary, token_ids, wants_bos
 from quantkit.errors import RequestError
 
 
@@ -47,7 +47,7 @@ def load_windows(
     wrong tokenizer).
     """
     text = load_text(name, split="calibration")
-    ids = torch.tensor(tokenizer(text.text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(token_ids(tokenizer, text.text), dtype=torch.int64)
     bos = wants_bos(tokenizer)
     room = seq_len - int(bos)
     count = len(ids) // room

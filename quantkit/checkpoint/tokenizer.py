@@ -8,8 +8,10 @@ digits stand alone. Here a rebuilt tokenizer must pass ``check_round_trip``.
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +21,7 @@ from quantkit.checkpoint.gguf_header import read_header
 from quantkit.checkpoint.gguf_tokenizer import rebuild
 from quantkit.checkpoint.hub import download, is_hub_id
 from quantkit.checkpoint.names import TOKENIZER_FILES, VOCABULARY_FILES
-from quantkit.checkpoint.regular import given_path
+from quantkit.checkpoint.regular import check_regular, given_path
 from quantkit.checkpoint.source import Source, read_json
 from quantkit.checkpoint.storage.links import TEMPLATES, refuse_links_out
 from quantkit.errors import RequestError, SourceError
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 # Written by transformers 5, unknown to 4. The generic class is the same thing in both; the rest describes the loading.
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 ONLY_IN_5 = ("backend", "is_local", "local_files_only")
+
+MOST_BYTES = 100_000_000  # of a tokenizer's file; Gemma's has 33 million
+MOST_GROWTH = 64  # times as long, in bytes: a space becomes three for its mark
+MOST_TOKENS = 16  # of a letter: one for each of its bytes, and some for what marks words
 
 # Words, digits, code, several scripts, runs of spaces and newlines. NFC, because some tokenizers normalize to that.
 ROUND_TRIP_TEXT = (
@@ -164,14 +170,86 @@ def _from_folder(path: Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     _require_vocabulary(path)
-    try:
+    _check_files(path)
+    with _library_errors(path, "loaded"):
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises whatever its parsers raise: json, tokenizers, KeyError, ...
+    _check_loaded(tokenizer, path)
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _check_files(path: Path) -> None:
+    """Raise SourceError for a tokenizer file that is no regular file, or larger than any is."""
+    for file in (path / name for name in (*TOKENIZER_FILES, "config.json")):
+        if file.exists():
+            check_regular(file)
+            if file.stat().st_size > MOST_BYTES:
+                raise SourceError(f"{file}: more than {MOST_BYTES:,} bytes, no tokenizer's file. Download it again.")
+
+
+@contextmanager
+def _library_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn errors of the tokenizer libraries into SourceError.
+
+    They raise whatever their parsers raise: json, tokenizers, KeyError, and a panic of Rust code, no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise SourceError(
-            f"{path}: the tokenizer cannot be loaded ({type(error).__name__}: {str(error)[:300]}). "
+            f"{path}: the tokenizer cannot be {what} ({type(error).__name__}: {' '.join(str(error)[:300].split())}). "
             "Download the tokenizer files again; tokenizers that bring code of their own are not run."
         ) from error
-    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def _check_loaded(tokenizer: Any, path: Path) -> None:
+    """Raise SourceError for a tokenizer whose settings are of wrong types, or that makes too much of a sentence."""
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, (int, float)):
+        raise SourceError(
+            f"{path / 'tokenizer_config.json'}: model_max_length is {repr(longest)[:60]}, expected a number of tokens."
+            " Correct it, or download the file again."
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    for part in (getattr(backend, "normalizer", None), getattr(backend, "decoder", None)):
+        if part is not None and _growth(json.loads(part.__getstate__())) > MOST_GROWTH:
+            raise SourceError(
+                f"{path / 'tokenizer.json'}: replacements in its normalizer or decoder make a text more than"
+                f" {MOST_GROWTH} times as long. Download it again."
+            )
+    ids = token_ids(tokenizer, ENGLISH, special=True)
+    with _library_errors(path, "used"):
+        tokenizer.decode(ids)
+    if len(ids) > MOST_TOKENS * len(ENGLISH):
+        raise SourceError(
+            f"{path}: the tokenizer makes {len(ids)} tokens of {len(ENGLISH)} letters. Download its files again."
+        )
+
+
+def _growth(part: Any) -> float:
+    """Return how many times as long a normalizer or decoder may make a text, by its ``Replace`` steps."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    if part.get("type") != "Replace":
+        return math.prod(map(_growth, part.values()))
+    pattern = (part.get("pattern") or {}).get("String")  # else a regular expression, which may match a letter or less
+    return max(1.0, len(str(part.get("content")).encode()) / max(1, len((pattern or "").encode())))
+
+
+def token_ids(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
+    """Encode a text of any length as one piece.
+
+    special: with the tokens that the model puts around a text.
+
+    Raises SourceError if the tokenizer's library gives up, on a pattern that tries without end for example.
+    """
+    with _library_errors(Path(getattr(tokenizer, "name_or_path", "") or "tokenizer"), "used on this text"):
+        # verbose=False: that the text is longer than the model's context is for the caller to judge
+        ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids
 
 
 def _require_vocabulary(path: Path) -> None:

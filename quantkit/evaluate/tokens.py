@@ -6,13 +6,13 @@ import hashlib
 import json
 from typing import Any
 
+from quantkit.checkpoint.tokenizer import token_ids
 from quantkit.errors import RequestError, SourceError
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of the whole text as one string, without special tokens. Raises SourceError if there are none."""
-    # verbose=False: the warning that the text is longer than the model's context is beside the point, windows are cut
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = token_ids(tokenizer, text)
     if not ids:
         raise SourceError("The text is empty: it has no tokens. Give a longer text.")
     return ids

@@ -310,12 +310,14 @@ class Model:
 
         Raises RequestError for what is no prompt, or a model without chat template, SourceError if the template fails.
         """
+        from quantkit.checkpoint.tokenizer import token_ids
+
         given = checked(prompt, "the prompt")
         if isinstance(given, str) and not chat:
-            return self._checked(self.tokenizer(given)["input_ids"])
+            return self._checked(token_ids(self.tokenizer, given, special=True))
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         text = chat_text(self.tokenizer, messages)
-        return self._checked(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._checked(token_ids(self.tokenizer, text))
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         from quantkit.checkpoint.tokenizer import check_vocabulary

@@ -99,7 +99,12 @@ class Limited:
                 [sys.executable, str(Path(__file__)), str(self._memory), *self._modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+                env=os.environ
+                | {
+                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                },
             )
             assert self._wait(self._process, START_SECONDS) is not None, "the child did not start"
         return self._process

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from hostile.mutations import mutate
+
+import quantkit as package
 
 # file -> (kind of its content, who reads it, how many of a hundred inputs)
 FILES: dict[str, tuple[str, str, float]] = {
@@ -139,7 +142,8 @@ def _watch(scratch: Path) -> None:
     if _watched:
         return
     _watched.append(scratch)
-    allowed = (str(scratch), "/dev/", "/proc/")
+    caches = (str(Path(package.__file__).parent), tempfile.gettempdir() + "/torchinductor_")  # numba's and torch's own
+    allowed = (str(scratch), "/dev/", "/proc/", *caches)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":

@@ -44,7 +44,9 @@ def read_parquet(path: Path) -> str:
     if "doubled" in reply:
         raise SourceError(f"{path}: has {reply['doubled']} columns 'text'. Keep one of them.")
     if "error" in reply:
-        raise SourceError(f"{path}: not a readable parquet file ({reply['error'][:300]}). Download it again.")
+        raise SourceError(
+            f"{path}: not a readable parquet file ({' '.join(reply['error'][:300].split())}). Download it again."
+        )
     if "text" not in reply:
         raise too_long(path)
     text: str = reply["text"]
