@@ -271,7 +271,9 @@ def whole_model_gradients(work: Any) -> dict[str, torch.Tensor]:
     student, weights, leaves = work.student, work.written.weights, {}
     blocks = {work.written.blocks.name(i): student._values(i) for i in range(len(student.blocks))}
     stored = {f"{prefix}.{name}": value for prefix, values in blocks.items() for name, value in values.items()}
-    found = {name: student._plain(name) for name in weights.parameters if name not in student.targets} | work.head_embeddings
+    found = {
+        name: student._plain(name) for name in weights.parameters if name not in student.targets
+    } | work.head_embeddings
     for name, one in deltas(work).items():
         delta = leaves[name] = one.delta.detach().clone().requires_grad_()
         if hasattr(one, "unit"):
