@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli.output import print_json
+from quantkit.cli.output import print_json, printable
 from quantkit.core.interrupt import handle_signals, ignore_signals, raise_if_interrupted, was_interrupted
 from quantkit.errors import QuantkitError, QuantkitWarning, RequestError
 from quantkit.version import __version__
@@ -121,7 +121,7 @@ def fail(message: str, code: int, error: BaseException | None = None) -> None:
             print_json({"error": message, "exit_code": code})
         except BrokenPipeError:
             _write_nowhere()
-    click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
+    click.echo(f"{click.style('Error:', fg='red', bold=True)} {printable(message)}", err=True)
     sys.exit(code)
 
 
@@ -138,7 +138,7 @@ def _show_warnings_as_notes() -> None:
 
     def note(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
         if issubclass(category, QuantkitWarning):
-            click.echo(f"note: {message}", err=True)
+            click.echo(f"note: {printable(str(message))}", err=True)
         else:
             show(message, category, *rest, **more)
 

@@ -15,9 +15,21 @@ LABEL = re.compile(r" *\S+(?: \S+)* {2,}")  # "  loads in  vLLM ...": what stand
 WIDEST_LABEL = 24
 
 
+# Everything below a space but tab and line end, delete, and the second set of control characters.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def printable(text: str) -> str:
+    """Write control characters out: a name from a stranger's file must not move the cursor or clear the screen."""
+    return text.translate(CONTROLS)
+
+
 def print_json(data: dict[str, Any]) -> None:
     """Print one JSON object on stdout, nothing else."""
-    click.echo(json.dumps(data, indent=2, ensure_ascii=False))
+    written = json.dumps(data, indent=2, ensure_ascii=False)
+    # A file name that is no UTF-8 has halves of surrogate pairs, which only the escapes of ASCII can hold.
+    halves = any("\ud800" <= letter <= "\udfff" for letter in written)
+    click.echo(json.dumps(data, indent=2) if halves else written)
 
 
 def print_lines(text: str, *, err: bool = False) -> None:
@@ -25,6 +37,7 @@ def print_lines(text: str, *, err: bool = False) -> None:
 
     On a terminal, long ones are wrapped at words and go on below their first word.
     """
+    text = printable(text)
     stream = sys.stderr if err else sys.stdout
     print(wrap(text, shutil.get_terminal_size().columns) if stream.isatty() else text, file=stream)
 

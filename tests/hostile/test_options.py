@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -93,3 +97,19 @@ def test_an_option_that_names_no_such_file_is_one_message(
         if make is folder:
             path.rmdir()
         assert not list(tmp_path.iterdir()), (what, list(tmp_path.iterdir()))
+
+
+def test_a_name_does_not_write_on_the_terminal(quantkit: Callable[..., Any], tmp_path: Path) -> None:
+    name = str(tmp_path / "a\x1b[2J\x9bm\rb")
+    done = quantkit("inspect", name)
+    assert done.returncode == 2
+    assert r"a\x1b[2J\x9bm\x0db" in done.stderr
+    assert "\x1b[2J" not in done.stderr
+
+
+def test_a_name_that_is_no_utf8_is_told_in_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "quantkit.cli.main", "inspect", str(tmp_path).encode() + b"/caf\xe9", "--json"]
+    done = subprocess.run(command, capture_output=True, check=False, timeout=100)
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"].startswith(str(tmp_path) + "/caf\udce9: no such")
+    assert b"Traceback" not in done.stderr
