@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.gguf_source import GGUFSource
-from quantkit.checkpoint.gguf_tokenizer import UNUSED, USER_DEFINED
+from quantkit.checkpoint.gguf_files.source import GGUFSource
+from quantkit.checkpoint.gguf_files.vocabulary import UNUSED, USER_DEFINED
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.tokenizer import repair_config, tokenizer_from_gguf
 

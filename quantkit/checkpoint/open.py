@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from quantkit.checkpoint.fetch import fetch, is_named, models
-from quantkit.checkpoint.gguf_source import GGUFSource
+from quantkit.checkpoint.gguf_files.source import GGUFSource
 from quantkit.checkpoint.hub import download, is_hub_id
 from quantkit.checkpoint.regular import given_path
 from quantkit.checkpoint.source import FolderSource, Source

@@ -18,16 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.foreign_files.config import check_claims, check_config
+from quantkit.checkpoint.foreign_files.fields import read_json, shown
+from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.checkpoint.storage.links import refuse_link_out, refuse_links_out
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import NumericsError, SourceError
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-
 
 # How weight files may be called. The native format has a name of its own, so that plain transformers, which only warns
 # about
@@ -92,13 +88,18 @@ class FolderSource:
         self.path = path
         refuse_links_out(path)
         self.config: dict[str, Any] = read_json(path / "config.json")
+        check_config(self.config, str(path / "config.json"))
+        generation = path / "generation_config.json"
+        if generation.exists():  # read when the model runs; what is wrong with it is said before any work
+            check_config(read_json(generation), str(generation))
         self._files = _tensor_files(path)
         self._infos: dict[str, TensorInfo] = {}
         self._begins: dict[str, int] = {}  # where a tensor's bytes begin in its file
         for file in dict.fromkeys(self._files.values()):
             refuse_link_out(path, file)
-            self._infos.update(_header(path / file))
-            self._begins.update(_begins(path / file))
+            for name, entry in read_header(path / file).items():
+                self._infos[name] = TensorInfo(entry.dtype, entry.shape)
+                self._begins[name] = entry.begin
         missing = [name for name in self._files if name not in self._infos]
         if missing:
             raise SourceError(
@@ -112,6 +113,7 @@ class FolderSource:
                 " Index and shards do not belong together: download the model again, or take away a stale index if"
                 " there is one shard."
             )
+        check_claims(self.config, [info.nbytes for info in self._infos.values()], str(path))
 
     def names(self) -> list[str]:
         return list(self._files)
@@ -208,23 +210,6 @@ def _hash(stream: Any) -> bytes:
     return digest.digest()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises SourceError if it is missing, damaged, or not an object."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SourceError(f"{path}: no such file. A Hugging Face model folder has one; download it again.") from None
-    except OSError as error:
-        raise SourceError(
-            f"{path}: cannot be read ({error.strerror}). Check what it is and who may read it."
-        ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path}: not valid JSON ({error}). Download it again.") from error
-    if not isinstance(data, dict):
-        raise SourceError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    return data
-
-
 def _tensor_files(path: Path) -> dict[str, str]:
     """Map tensor names to file names, by the index or by the single file's header."""
     for stem in STEMS:
@@ -232,7 +217,7 @@ def _tensor_files(path: Path) -> dict[str, str]:
         if index.exists():
             return _indexed(path, index)
         if single.exists():
-            return dict.fromkeys(_header(single), single.name)
+            return dict.fromkeys(read_header(single), single.name)
     pickles = [p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
     if pickles:
         raise SourceError(
@@ -249,50 +234,13 @@ def _indexed(path: Path, index: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise SourceError(f"{index}: has no weight_map. Download it again.")
     for file in sorted(set(files.values())):
+        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+            raise SourceError(
+                f"{index}: weight_map names {shown(file)}, which is no file of this folder. Download it again."
+            )
         if not (path / file).exists():
             lost = [name for name, where in files.items() if where == file]
             raise SourceError(
                 f"{path}: shard {file} is missing ({len(lost)} tensors, first {lost[0]!r}). Download it again."
             )
     return dict(files)
-
-
-def _header(file: Path) -> dict[str, TensorInfo]:
-    """Read names, dtypes and shapes of one safetensors file.
-
-    The library checks that the file is as long as its header says.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    infos = {}
-    try:
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
-                part = handle.get_slice(name)
-                dtype = part.get_dtype()
-                if dtype not in DTYPES:
-                    raise SourceError(f"{file}: {name!r} has dtype {dtype}, which quantkit does not read.")
-                infos[name] = TensorInfo(DTYPES[dtype], tuple(part.get_shape()))
-    except (SafetensorError, OSError) as error:
-        if _is_lfs_pointer(file):
-            raise SourceError(
-                f"{file}: is a Git LFS pointer, not the weights. Run `git lfs pull` in its folder."
-            ) from error
-        raise SourceError(f"{file}: not a whole safetensors file ({error}). Download it again.") from error
-    return infos
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(24) == b"version https://git-lfs."
-
-
-def _begins(file: Path) -> dict[str, int]:
-    """Find where the bytes of each tensor begin.
-
-    8 bytes of header length, the header (JSON), the data. Checked by ``_header``.
-    """
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}

@@ -15,14 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from quantkit.checkpoint.code_references import passed_on
 from quantkit.checkpoint.fetch import fetch, is_named
-from quantkit.checkpoint.gguf_header import read_header
-from quantkit.checkpoint.gguf_tokenizer import rebuild
+from quantkit.checkpoint.foreign_files.code_references import passed_on
+from quantkit.checkpoint.foreign_files.fields import read_json
+from quantkit.checkpoint.gguf_files.header import read_header
+from quantkit.checkpoint.gguf_files.vocabulary import rebuild
 from quantkit.checkpoint.hub import download, is_hub_id
 from quantkit.checkpoint.names import TOKENIZER_FILES, VOCABULARY_FILES
 from quantkit.checkpoint.regular import check_regular, given_path
-from quantkit.checkpoint.source import Source, read_json
+from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.storage.links import TEMPLATES, refuse_links_out
 from quantkit.errors import RequestError, SourceError
 

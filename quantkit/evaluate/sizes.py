@@ -41,7 +41,7 @@ def checkpoint_bytes(source: Source) -> int:
 
     For a GGUF file these are the packed bytes, not those of what its tensors are read as.
     """
-    from quantkit.checkpoint.gguf_source import GGUFSource
+    from quantkit.checkpoint.gguf_files.source import GGUFSource
 
     if isinstance(source, GGUFSource):
         return sum(tensor.nbytes for tensor in source.header.tensors.values())

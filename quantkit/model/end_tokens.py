@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.source import Source, read_json
+from quantkit.checkpoint.foreign_files.fields import read_json
+from quantkit.checkpoint.source import Source
 from quantkit.errors import SourceError
 
 MOST_ID = 2**31 - 1  # of a token: ids are int32 in engines and in hashes

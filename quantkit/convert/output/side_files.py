@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.code_references import passed_on
+from quantkit.checkpoint.foreign_files.code_references import passed_on
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.checkpoint.writer import disk, write_json

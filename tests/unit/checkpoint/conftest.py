@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from quantkit.checkpoint.gguf_tokenizer import NORMAL
+from quantkit.checkpoint.gguf_files.vocabulary import NORMAL
 
 Tensors = dict[str, tuple[np.ndarray, str]]  # GGUF name -> (values or packed bytes, ggml type)
 WRITERS = {

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.checkpoint import gguf_source
-from quantkit.checkpoint.gguf_source import GGUFSource
+from quantkit.checkpoint.gguf_files import source as source_module
+from quantkit.checkpoint.gguf_files.source import GGUFSource
 from quantkit.checkpoint.open import open_source
 from quantkit.errors import SourceError, UnsupportedModel
 
@@ -77,7 +77,7 @@ def random_blocks(kind: str, rows: int, width: int) -> np.ndarray:
 def test_quantized_values_are_the_librarys_in_float16(
     kind: str, write_gguf: Write, llama_metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_source, "CHUNK_VALUES", 2 * 512)  # several pieces, the last one shorter
+    monkeypatch.setattr(source_module, "CHUNK_VALUES", 2 * 512)  # several pieces, the last one shorter
     packed = random_blocks(kind, 5, 512)
     source = one_tensor(write_gguf, llama_metadata, packed, kind)
     expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])

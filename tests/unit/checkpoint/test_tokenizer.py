@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from quantkit.checkpoint import gguf_tokenizer
-from quantkit.checkpoint.gguf_tokenizer import BYTE, CONTROL, NORMAL, USER_DEFINED, merges_from_scores, rebuild
+from quantkit.checkpoint.gguf_files import vocabulary
+from quantkit.checkpoint.gguf_files.vocabulary import BYTE, CONTROL, NORMAL, USER_DEFINED, merges_from_scores, rebuild
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.texts import load_text
 from quantkit.checkpoint.tokenizer import ROUND_TRIP_TEXT, check_round_trip, load_tokenizer, wants_bos, write_tokenizer
@@ -69,8 +69,8 @@ GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 ORIGINALS = {
     "gpt-2": GPT2,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
-    "llama-bpe": words(gguf_tokenizer.LLAMA3_WORDS),
-    "qwen2": words(gguf_tokenizer.QWEN2_WORDS),
+    "llama-bpe": words(vocabulary.LLAMA3_WORDS),
+    "qwen2": words(vocabulary.QWEN2_WORDS),
 }
 
 

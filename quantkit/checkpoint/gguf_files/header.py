@@ -12,6 +12,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from quantkit.checkpoint.foreign_files.fields import Whole, check_field, shown
+from quantkit.checkpoint.gguf_files.fields import check_fields
+from quantkit.checkpoint.regular import open_regular
 from quantkit.errors import MissingExtra, SourceError
 
 SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 STRING, ARRAY = 8, 9
+# Far above every file: a vocabulary of 262,144 tokens with merges has 1.3 million entries and a header of 20 MB.
+MOST_HEADER, MOST_STRING, MOST_ENTRIES, MOST_TENSORS, MOST_NESTED = 1 << 28, 1 << 24, 1 << 22, 1 << 17, 4
+DEFAULT_ALIGNMENT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ def read_header(path: Path) -> Header:
     """
     size = path.stat().st_size
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             return _parse(_Cursor(stream, size), path, size)
     except (struct.error, EOFError, UnicodeDecodeError, OverflowError) as error:
         raise SourceError(
@@ -78,24 +85,58 @@ def _parse(cursor: _Cursor, path: Path, size: int) -> Header:
             f"{path}: GGUF version {version} is not read (2 and 3 are, little-endian). Convert it with a current"
             " llama.cpp."
         )
+    check_field(str(path), "the number of tensors", tensors, Whole(0, MOST_TENSORS))
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
         key = cursor.string()
+        if key in metadata:
+            raise SourceError(f"{path}: {shown(key)} is said twice. The file is damaged; download it again.")
         metadata[key] = cursor.value(cursor.number("<u4"))
-    table = [_entry(cursor, path) for _ in range(tensors)]
-    alignment = int(metadata.get("general.alignment", 32))
-    start = -(-cursor.position // alignment) * alignment
-    found: dict[str, StoredTensor] = {}
-    for name, tensor in table:
-        end = start + tensor.offset + tensor.nbytes
-        if end > size:
-            raise SourceError(
-                f"{path}: cut off: tensor {name!r} ends at byte {end}, the file has {size}. Download the file again."
-            )
-        if name in found:
+    check_fields(metadata, str(path))
+    table: dict[str, StoredTensor] = {}
+    for _ in range(tensors):
+        name, tensor = _entry(cursor, path)
+        if name in table:
             raise SourceError(f"{path}: holds two tensors named {name!r}. The file is damaged; download it again.")
-        found[name] = StoredTensor(tensor.kind, tensor.shape, start + tensor.offset, tensor.nbytes)
-    return Header(metadata, found)
+        table[name] = tensor
+    return Header(metadata, _placed(table, _alignment(metadata, path), cursor.position, size, path))
+
+
+def _alignment(metadata: dict[str, Any], path: Path) -> int:
+    alignment: int = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if alignment & (alignment - 1):
+        raise SourceError(
+            f"{path}: general.alignment is {alignment}, not a power of two. The file is damaged; download it again."
+        )
+    return alignment
+
+
+def _placed(
+    table: dict[str, StoredTensor], alignment: int, header: int, size: int, path: Path
+) -> dict[str, StoredTensor]:
+    """Count offsets from the file's start, and refuse tensors that are misaligned, overlap or lie apart.
+
+    llama.cpp asks for the same: each begins where the one before ends, padded to the alignment.
+    """
+    start = -(-header // alignment) * alignment
+    position, before = 0, "the header"
+    for name, tensor in sorted(table.items(), key=lambda item: item[1].offset):
+        if start + tensor.offset + tensor.nbytes > size:
+            raise SourceError(
+                f"{path}: cut off: tensor {name!r} ends at byte {start + tensor.offset + tensor.nbytes}, the file has"
+                f" {size}. Download the file again."
+            )
+        if tensor.offset != position:
+            how = "misaligned" if tensor.offset % alignment else "overlapping" if tensor.offset < position else "apart"
+            raise SourceError(
+                f"{path}: tensor {name!r} has offset {tensor.offset}, {how}: expected {position}, after {before!r}. The"
+                " file is damaged; download it again."
+            )
+        position, before = -(-(position + tensor.nbytes) // alignment) * alignment, name
+    return {
+        name: StoredTensor(tensor.kind, tensor.shape, start + tensor.offset, tensor.nbytes)
+        for name, tensor in table.items()
+    }
 
 
 def _entry(cursor: _Cursor, path: Path) -> tuple[str, StoredTensor]:
@@ -119,9 +160,9 @@ def _entry(cursor: _Cursor, path: Path) -> tuple[str, StoredTensor]:
         raise SourceError(
             f"{path}: tensor {name!r} has rows of {shape[-1]}, no multiple of {kind.name}'s block {block}."
         )
-    values = 1
-    for extent in shape:
-        values *= extent
+    values = math.prod(shape)
+    if values == 0:
+        raise SourceError(f"{path}: tensor {name!r} has shape {list(shape)}, which holds nothing. Download it again.")
     return name, StoredTensor(kind.name, shape, offset, values // block * block_bytes)
 
 
@@ -129,7 +170,7 @@ class _Cursor:
     """Reads little-endian values in sequence, and never believes a length that the file cannot hold."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
-        self.stream, self.size, self.position = stream, size, 0
+        self.stream, self.size, self.position, self.entries = stream, min(size, MOST_HEADER), 0, 0
 
     def take(self, count: int) -> bytes:
         if count > self.size - self.position:
@@ -142,17 +183,22 @@ class _Cursor:
 
     def string(self) -> str:
         (length,) = struct.unpack("<Q", self.take(8))
+        if length > MOST_STRING:
+            raise EOFError(f"a text of {length} bytes at byte {self.position}")
         return self.take(length).decode("utf-8")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:
             return self.string()
         if kind == ARRAY:
             element, count = self.number("<u4"), self.number("<u8")
+            self.entries += count
+            if self.entries > MOST_ENTRIES or depth == MOST_NESTED:
+                raise EOFError(f"lists of {self.entries} entries, {depth + 1} deep, at byte {self.position}")
             if element in SCALARS:
                 dtype = np.dtype(SCALARS[element])
                 return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
-            return [self.value(element) for _ in range(count)]
+            return [self.value(element, depth + 1) for _ in range(count)]
         if kind not in SCALARS:
             raise EOFError(f"unknown metadata type {kind} at byte {self.position}")
         return self.number(SCALARS[kind])

@@ -9,10 +9,12 @@ llama.cpp and SentencePiece do at run time. Whether the result is right is not a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.foreign_files.fields import Whole, check_field, shown
 from quantkit.errors import SourceError, UnsupportedModel
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -58,6 +60,11 @@ def rebuild(metadata: dict[str, Any], path: Path) -> Rebuilt:
         )
     if len(set(tokens)) != len(tokens):
         raise SourceError(f"{path}: the vocabulary lists a token twice. The file is damaged; download it again.")
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if kinds is not None and len(kinds) != len(tokens):
+        raise SourceError(
+            f"{path}: tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens. Download it again."
+        )
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, path)
     elif kind == "llama":
@@ -89,7 +96,7 @@ def _byte_level(metadata: dict[str, Any], path: Path) -> Any:
         raise SourceError(f"{path}: a gpt2 vocabulary without merges; every word would fall apart into letters.")
     rule = PRE_TOKENIZERS[name]
     vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in stored]
+    merges = [_merge(merge, vocab, path) for merge in stored]
     # Llama 3 takes a word that is in the vocabulary as it is, even where the merges would not lead to it.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama3"))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -108,6 +115,16 @@ def _byte_level(metadata: dict[str, Any], path: Path) -> Any:
     return tokenizer
 
 
+def _merge(text: str, vocab: Mapping[str, int], path: Path) -> tuple[str, str]:
+    left, _, right = text.partition(" ")
+    if left not in vocab or right not in vocab or left + right not in vocab:
+        raise SourceError(
+            f"{path}: tokenizer.ggml.merges holds {shown(text)}, whose parts or whole are not in the vocabulary. The"
+            " file is damaged; download it again."
+        )
+    return left, right
+
+
 def _sentencepiece(metadata: dict[str, Any], path: Path) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -118,6 +135,8 @@ def _sentencepiece(metadata: dict[str, Any], path: Path) -> Any:
             f"{path}: a llama vocabulary without scores and token types for every token; download it again."
         )
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    if unknown is not None:
+        check_field(str(path), "tokenizer.ggml.unknown_token_id", unknown, Whole(0, len(tokens) - 1))
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
