@@ -51,6 +51,7 @@ LOADING = ("device", "dtype", "kv_bits", "kv_scales", "head_bits")  # options of
 @grouped("Running", "--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
 @grouped("Running", "--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @grouped("Running", "--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
+@grouped("Running", "--deterministic", is_flag=True, help="The same text as this prompt gets in any batch.")
 @grouped("Running", "--no-graphs", is_flag=True, help="GPU: launch decode steps kernel by kernel, not as CUDA graphs.")
 def command(*, model: str, prompt: str, stream: bool, no_graphs: bool, as_json: bool, **given: Any) -> None:
     """Generate text with MODEL: a folder, a .gguf file, a hub id (org/name), or a name that `quantkit fetch` knows.

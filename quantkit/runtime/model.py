@@ -21,7 +21,7 @@ from quantkit.runtime.generate.chat_template import chat_text
 from quantkit.runtime.generate.loop import Generation, Piece, run
 from quantkit.runtime.generate.prompts import Messages, as_batch, checked
 from quantkit.runtime.generate.sampling import GenerationOptions, check_options
-from quantkit.runtime.kernels.cpu_layouts import HalfWeight
+from quantkit.runtime.kernels.cpu_layouts import WIDE, HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.transformers_cache import layer_specs, transformers_cache
 from quantkit.runtime.layers.embedding import QuantEmbedding
@@ -107,6 +107,28 @@ class Model:
         from quantkit.runtime.generate.cuda_graphs import GraphDecoder
 
         return GraphDecoder(step, self.head, self._specs, self.vocabulary, capture=capture)
+
+    @property
+    def invariant_step(self) -> int:
+        """Sequences that a decode step takes without one changing a bit of another's numbers.
+
+        The compiled step of a CPU takes several; of any other step nobody has proved it.
+        """
+        from quantkit.runtime.decode.cpu_step import CpuStep
+
+        step = self.fast_step
+        return step.invariant_batch if isinstance(step, CpuStep) and step.reads(self._specs) else 1
+
+    @property
+    def invariant_head(self) -> int:
+        """Rows of ``head`` that are computed together without one changing a bit of another.
+
+        A compiled kernel's; where logits are capped afterwards, torch's tanh differs at the ends of vectors.
+        """
+        head = self.module.get_output_embeddings()
+        capped = getattr(self.module.config, "final_logit_softcapping", None) is not None
+        compiled = isinstance(head, QuantLinear) and head.kernel_for(WIDE) == "numba"
+        return WIDE if compiled and not capped else 1
 
     @property
     def decoding(self) -> str:

@@ -41,7 +41,7 @@ LIMIT = 60.0  # seconds for one command
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    """Run one command in a fork: its exit code, seconds of work, seconds from the signal to its end."""
+    """Run one command in a fork: its exit code, its seconds, seconds and processor time from the signal to its end."""
     ready, tell = os.pipe()
     master, slave = pty.openpty() if task.get("terminal") else (-1, -1)
     child = os.fork()
@@ -51,14 +51,15 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     os.read(ready, 1)
     os.close(ready)
     began = sent = time.monotonic()
+    worked = 0.0
     shown = b""
     wait = LIMIT if task.get("seconds") is None else task["seconds"]
     if not _ended(child, wait):
-        sent = time.monotonic()
+        sent, worked = time.monotonic(), _worked(child)
         os.kill(child, task["signal"])
         if not _ended(child, LIMIT):
             os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
+    _, status, usage = os.wait4(child, 0)
     ended = time.monotonic()
     if master >= 0:
         os.close(slave)
@@ -69,8 +70,16 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
                 break
         os.close(master)
     late = ended - sent if sent > began else None
+    work = usage.ru_utime + usage.ru_stime - worked if sent > began else None
     code = os.waitstatus_to_exitcode(status)
-    return {"code": code, "seconds": ended - began, "late": late, "shown": shown.decode(errors="replace")}
+    return {"code": code, "seconds": ended - began, "late": late, "work": work, "shown": shown.decode(errors="replace")}
+
+
+def _worked(child: int) -> float:
+    """Seconds of processor time that the child has had (proc(5), fields 14 and 15)."""
+    with open(f"/proc/{child}/stat", encoding="ascii") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _ended(child: int, seconds: float) -> bool:

@@ -103,6 +103,15 @@ class CpuStep:
             layer.advance(1)
         return result[:, None]
 
+    @property
+    def invariant_batch(self) -> int:
+        """Sequences that one call takes without one changing a bit of another's numbers: all that it takes.
+
+        Every thread computes each (row, token) and each (sequence, head) by itself, in an order that does not depend
+        on how many there are; ``tests/unit/runtime/test_deterministic.py`` compares them bit by bit.
+        """
+        return self._most
+
     def reads(self, specs: Sequence[LayerSpec]) -> bool:
         """Whether a cache of such layers is read by this step; else the definition decodes."""
         return all(_reads(spec, self.family.head_dim) for spec in specs)

@@ -23,6 +23,7 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SILU, GELU_TANH = 0, 1
+POSITIONS = 1024  # whose angles are computed together
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")  # angles that do not depend on the length
 
 
@@ -61,10 +62,13 @@ class Family:
     def angles(self, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 ``[positions, rotary width]``, where the model is."""
         device = self.last_norm.device
-        at = torch.arange(positions, device=device)[None]
         like = torch.zeros(1, 1, dtype=torch.float32, device=device)
-        tables = self.rotary(like, at) if kind is None else self.rotary(like, at, kind)
-        cos, sin = (part[0].float().contiguous() for part in tables)
+        pieces = []
+        # always so many: what torch computes for a position may depend, in the last bit, on how many there are
+        for first in range(0, positions, POSITIONS):
+            at = torch.arange(first, first + POSITIONS, device=device)[None]
+            pieces.append(self.rotary(like, at) if kind is None else self.rotary(like, at, kind))
+        cos, sin = (torch.cat([part[0].float() for part in parts])[:positions] for parts in zip(*pieces, strict=True))
         return cos, sin
 
 

@@ -31,9 +31,15 @@ class GenerationOptions:
     max_tokens: new tokens at most. temperature: 0 takes the most likely token (greedy). top_k: keep the k most likely
     (0: all). top_p: keep the smallest set whose probability reaches p. min_p: drop tokens below this fraction of
     the most likely one. repetition_penalty: above 1 makes tokens of the prompt and the answer less likely
-    (arXiv 1909.05858). seed: each prompt has a random generator of its own with this seed, so the same prompt gives the
-    same answer alone and in a batch. stop: strings that end the answer; not part of it. stop_tokens: the same for token
-    ids. ignore_eos: go on past the model's end token. chat: use the chat template on a plain string prompt.
+    (arXiv 1909.05858). seed: each prompt has a random generator of its own with this seed. stop: strings that end the
+    answer; not part of it. stop_tokens: the same for token ids. ignore_eos: go on past the model's end token. chat: use
+    the chat template on a plain string prompt.
+
+    deterministic: the same prompt and options get the same tokens alone and in any batch (both with this option, on one
+    machine, with one number of threads). Without it they mostly do, in bfloat16 less often than in float32: a matrix
+    product rounds differently for another number of rows, and where two tokens are almost equally likely the last bit
+    decides. The cost is the speed of a batch: each prompt is read alone, and each token computed alone, except where
+    the compiled decode step of a CPU runs (float32), which takes 8 sequences. All of a batch get it if one asks.
 
     Raises RequestError naming the option and its range.
     """
@@ -49,6 +55,7 @@ class GenerationOptions:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     chat: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -66,7 +73,7 @@ class GenerationOptions:
                 raise RequestError(f"stop={_shown(text)}: stop strings are non-empty strings that UTF-8 holds.")
         for token in self.stop_tokens:
             _whole("stop_tokens", token, 0, MOST_TOKENS, "token ids, 0 or more")
-        for name in ("ignore_eos", "chat"):
+        for name in ("ignore_eos", "chat", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={_shown(getattr(self, name))}: expected True or False.")
 

@@ -84,3 +84,13 @@ class KVCache:
     def reserved_bytes(self) -> int:
         """Bytes of all pools."""
         return sum(layer.reserved_bytes() for layer in self.layers)
+
+
+def joined(caches: Sequence[KVCache]) -> KVCache:
+    """One cache with the sequences of several, each of a single sequence: the first one, which takes in the others."""
+    first, *others = caches
+    for other in others:
+        first.unpark(other.park(0))
+    for layer in first.layers:
+        layer.reserve_capacity()
+    return first

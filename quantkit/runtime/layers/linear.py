@@ -212,6 +212,11 @@ class QuantLinear(nn.Module):
         """Whether so many tokens are multiplied by the float copy: there is one, and no kernel was asked for."""
         return self.dense is not None and self.kernel is None and tokens >= CROSSOVER[self.packed.layout][1]
 
+    def kernel_for(self, tokens: int) -> str:
+        """The name of the kernel that multiplies so many tokens by the packed weight."""
+        few, crossover = CROSSOVER[self.packed.layout]
+        return self.kernel or (few if tokens < crossover else "dequantize")
+
     def forward(self, x: Tensor) -> Tensor:
         if self.dense is not None and self.takes_dense(x.numel() // self.in_features):
             return nn.functional.linear(x, self.dense, self.bias)

@@ -36,6 +36,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4},
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 2.0},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 

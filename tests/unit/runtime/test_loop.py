@@ -12,7 +12,7 @@ import torch
 
 from quantkit.core.kvscheme import KVScheme, LayerScales
 from quantkit.errors import QuantkitWarning, RequestError, UnsupportedModel
-from quantkit.runtime.generate.loop import PREFILL_TOKENS, _prefill, pad_left, shared_tokens
+from quantkit.runtime.generate.prefill import PREFILL_TOKENS, pad_left, prefill, shared_tokens
 from quantkit.runtime.generate.sampling import GenerationOptions
 from quantkit.runtime.kernels.decode_reference import Heads
 from quantkit.runtime.kv_cache.paged_layer import PagedLayer, layer_spec
@@ -217,7 +217,7 @@ def test_messages_go_through_the_chat_template(make: Make) -> None:
 def test_a_long_prompt_is_read_in_pieces(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("gemma3_text")
     whole = model.generate(["a" * 170, "bc" * 40], max_tokens=10, ignore_eos=True)
-    monkeypatch.setattr("quantkit.runtime.generate.loop.PREFILL_TOKENS", 48)
+    monkeypatch.setattr("quantkit.runtime.generate.prefill.PREFILL_TOKENS", 48)
     pieces = model.generate(["a" * 170, "bc" * 40], max_tokens=10, ignore_eos=True)
     assert [a.tokens for a in pieces] == [a.tokens for a in whole]
 
@@ -281,7 +281,7 @@ def test_the_memory_of_a_prompt_is_that_of_its_cache(make: Make, bits: int, monk
     caches, new_cache = [], model.new_cache
     monkeypatch.setattr(model, "new_cache", lambda tokens: caches.append(new_cache(tokens)) or caches[-1])
     monkeypatch.setattr(PagedLayer, "append", watched)
-    cache, _ = _prefill(model, [[*range(3, 250)] * 3 + [tail] for tail in (7, 8)], 743)
+    cache, _ = prefill(model, [[*range(3, 250)] * 3 + [tail] for tail in (7, 8)], 743)
     # a piece takes 8 pages of each layer; before a layer takes them, the others have given theirs back
     assert bits == 16 or max(sizes) <= 3 * 2 * 3
     for layer in cache.layers:

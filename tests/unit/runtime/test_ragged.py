@@ -11,7 +11,7 @@ from architectures import VOCAB, tiny_config
 from torch import Tensor
 
 from quantkit.core.kvscheme import KVPlan, KVScheme
-from quantkit.runtime.generate.loop import pad_left
+from quantkit.runtime.generate.prefill import pad_left
 from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
 from quantkit.runtime.model import Model
 

@@ -1,0 +1,102 @@
+"""Read prompts into the paged cache, in pieces, a beginning that all share once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.core.kvscheme import PAGE_TOKENS
+from quantkit.runtime.kv_cache.cache import KVCache
+from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
+
+PREFILL_TOKENS = 512  # a long prompt is read in pieces of this many tokens, which bounds the memory of activations
+
+
+class Steps(Protocol):
+    """What the generation loop needs of a model."""
+
+    device: torch.device
+
+    @property
+    def tokenizer(self) -> Any: ...
+    def new_cache(self, capacity: int) -> KVCache: ...
+    def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
+        """Run tokens: final hidden states ``[batch, tokens, hidden]``; keys and values are cached.
+
+        ids: ``[batch, tokens]``. counts: sequence b has the last ``counts[b]`` of them; None: all.
+        """
+
+    def head(self, hidden: Tensor) -> Tensor: ...
+
+    @property
+    def invariant_step(self) -> int:
+        """Sequences that a decode step takes without one changing a bit of another's numbers: 1 or more."""
+
+    @property
+    def invariant_head(self) -> int:
+        """The same for the rows of ``head``."""
+
+    @property
+    def graph_decoder(self) -> Any:
+        """Captured decode steps (``cuda_graphs.GraphDecoder``), or None."""
+
+
+def prefill(model: Steps, prompts: Sequence[Sequence[int]], until: int) -> tuple[KVCache, Tensor]:
+    """Read the prompts: the cache, and the logits of their last tokens ``[batch, vocab]``.
+
+    A beginning that all prompts share is read once.
+    """
+    cache = model.new_cache(until)
+    # A packed cache is read as it is when a piece begins: only whole pieces can be shared without changing what
+    # follows.
+    shared = shared_tokens(prompts, PREFILL_TOKENS if cache.quantized else PAGE_TOKENS)
+    if shared:
+        read(model, cache, [prompts[0][:shared]])
+        prefix, cache = cache, cache.fork([0] * len(prompts))
+        prefix.select([])  # its pages are the sequences' own now, and free when the last of them leaves
+    hidden = read(model, cache, [prompt[shared:] for prompt in prompts])
+    return cache, model.head(hidden)[:, -1]
+
+
+def read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Read prompts into a cache: final hidden states of the last tokens ``[batch, 1, hidden]``.
+
+    Every prompt is cut into pieces from its own beginning, so that its result does not depend on the others.
+    """
+    paged_cache = transformers_cache(cache)
+    ends: dict[int, Tensor] = {}
+    for first in range(0, max(map(len, prompts)), PREFILL_TOKENS):
+        pieces = [prompt[first : first + PREFILL_TOKENS] for prompt in prompts]
+        ids, counts = pad_left(pieces, model.device)
+        hidden = model.step(ids, paged_cache, counts)
+        for row, (prompt, piece) in enumerate(zip(prompts, pieces, strict=True)):
+            if piece and first + len(piece) == len(prompt):
+                ends[row] = hidden[row : row + 1, -1:]
+    return torch.cat([ends[row] for row in range(len(prompts))])
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]], unit: int) -> int:
+    """Number of tokens, a multiple of ``unit``, that all prompts begin with; 0 for a single prompt.
+
+    Each prompt has at least one token more.
+    """
+    if len(prompts) < 2:
+        return 0
+    same, least = 0, min(map(len, prompts))
+    while same < least - 1 and all(prompt[same] == prompts[0][same] for prompt in prompts):
+        same += 1
+    return same // unit * unit
+
+
+def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int] | None]:
+    """Ids ``[batch, longest]`` padded on the left, and the number of real ones of each, or None if nothing was padded.
+
+    The value of the padding id does not matter, because it is never kept: 0 exists in every vocabulary.
+    """
+    longest = max(len(ids) for ids in prompts)
+    padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)
+    counts = [len(ids) for ids in prompts]
+    return padded, None if min(counts) == longest else counts
