@@ -121,8 +121,8 @@ class _Groups:
     def __init__(self, groups: Tensor, gain: Tensor, scheme: Scheme) -> None:
         self.groups, self.gain, self.scheme = groups, gain, scheme
         self.low, self.high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        self.found = _Params(*affine.params_from_range(self.low, self.high, scheme))
-        self.error = self._error(self._codes(self.found), self.found)
+        self.params = _Params(*affine.params_from_range(self.low, self.high, scheme))
+        self.error = self._error(self._codes(self.params), self.params)
 
     def best(self) -> _Params:
         """Return the scale and zero point with the smallest weighted squared error of those tried."""
@@ -131,8 +131,8 @@ class _Groups:
         if not self.scheme.symmetric:
             self._try(self._half_quadratic())
         for _ in range(FITS):
-            self._try(self._fit(self.found))
-        return self.found
+            self._try(self._fit(self.params))
+        return self.params
 
     def _codes(self, params: _Params) -> Tensor:
         """Codes minus zero."""
@@ -154,9 +154,9 @@ class _Groups:
         error = self._error(self._codes(params), params)
         better = error < self.error
         self.error = torch.where(better, error, self.error)
-        self.found.scale = torch.where(better, params.scale, self.found.scale)
-        if params.zero is not None and self.found.zero is not None:
-            self.found.zero = torch.where(better, params.zero, self.found.zero)
+        self.params.scale = torch.where(better, params.scale, self.params.scale)
+        if params.zero is not None and self.params.zero is not None:
+            self.params.zero = torch.where(better, params.zero, self.params.zero)
 
     def _half_quadratic(self) -> _Params:
         """Scale of the extremes, zero point by half-quadratic splitting, rounded; then the scale fitted to codes."""

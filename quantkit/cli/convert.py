@@ -45,7 +45,19 @@ def _normalize(token: str) -> str:
     return {old.replace("_", "-"): new.replace("_", "-") for old, new in FORMER_NAMES.items()}.get(name, name)
 
 
-@click.command(cls=GroupedCommand, context_settings={"token_normalize_func": _normalize})
+class ConvertCommand(GroupedCommand):
+    """Refuses an option that is given under its former name and today's: click would drop the first of them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = {token.partition("=")[0].lstrip("-").replace("-", "_") for token in args if token.startswith("--")}
+        if given & set(FORMER_NAMES):
+            from quantkit.convert.options.resolve import renamed
+
+            renamed(dict.fromkeys(given))
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=ConvertCommand, context_settings={"token_normalize_func": _normalize})
 @click.argument("source")
 @grouped("Basic", "--out", required=True, type=click.Path(path_type=Path), help="Folder to create; must not exist.")
 @grouped(

@@ -43,7 +43,7 @@ from quantkit.convert.stages.observe import observe_block, observe_cache
 from quantkit.convert.stages.sensitivity import SensitivityPass
 from quantkit.convert.stages.student import Written
 from quantkit.convert.stages.tune import TuneInputs
-from quantkit.core.host import OnStep, map_large_blocks, peak_rss, release_free_memory
+from quantkit.core.host import OnStep, map_large_blocks, peak_rss
 from quantkit.core.interrupt import raise_if_interrupted, undisturbed
 from quantkit.core.kvscheme import KVPlan
 from quantkit.model.rotate import RotatedSource, prove
@@ -232,7 +232,6 @@ def _write_text(plan: Plan, work: Work, listen: Listener) -> Inputs:
             lambda done, total: listen(Progress("self", done, total)),
             plan.device,
         )
-        release_free_memory()
         work.keep_text(text)
     return plan.inputs.written(text, plan.options.samples)
 

@@ -21,7 +21,7 @@ PAGE_TOKENS = 64  # tokens of a page: keys of one channel share a scale along th
 FIRST_EXACT = 4  # attention sinks: keys unlike all others, which everything attends to
 _PAIR = re.compile(r"k(\d+)v(\d+)")
 
-Scales = Literal["online", "static", "fp8"]
+KVScales = Literal["online", "static", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class KVScheme:
 
     keys: int = 16
     values: int = 16
-    scales: Scales = "online"
+    scales: KVScales = "online"
     group_size: int = 64
     recent: int = 64
     first: int = FIRST_EXACT
@@ -67,7 +67,7 @@ class KVScheme:
             )
 
     @classmethod
-    def of(cls, bits: int | str, scales: Scales = "online") -> KVScheme:
+    def of(cls, bits: int | str, scales: KVScales = "online") -> KVScheme:
         """Return the scheme of ``--kv-bits``: 8, "8" or "k4v2".
 
         With 2-bit keys the newest 128 tokens stay at 16 bits, else 64. Raises RequestError for anything else.
@@ -195,7 +195,7 @@ class KVPlan:
     def quantized(self) -> bool:
         return self.scheme.quantized or any(layer.quantized for layer in self.layers.values())
 
-    def with_scales(self, scales: Scales) -> KVPlan:
+    def with_scales(self, scales: KVScales) -> KVPlan:
         """The same bits with other scales."""
         return KVPlan(
             replace(self.scheme, scales=scales),

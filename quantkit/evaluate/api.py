@@ -15,7 +15,7 @@ from quantkit.evaluate.prepare import Prepared, prepare, prepare_baseline
 from quantkit.evaluate.windows import EvaluationWindows
 
 if TYPE_CHECKING:
-    from quantkit.core.kvscheme import KVPlan, Scales
+    from quantkit.core.kvscheme import KVPlan, KVScales
     from quantkit.evaluate.divergence import Baseline
     from quantkit.evaluate.streamed import StreamedModel
     from quantkit.runtime.load import Model
@@ -29,7 +29,7 @@ class _How:
 
     dtype: str | None
     kv_bits: int | str | None
-    kv_scales: Scales | None
+    kv_scales: KVScales | None
     runtime: bool
     device: str
     stream: bool | None
@@ -65,7 +65,7 @@ def evaluate(
     protocol: str = "gptq",
     dtype: str | None = None,
     kv_bits: int | str | None = None,
-    kv_scales: Scales | None = None,
+    kv_scales: KVScales | None = None,
     planted_fact: bool = False,
     greedy: int | None = None,
     runtime: bool = False,

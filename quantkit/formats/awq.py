@@ -26,7 +26,7 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, weights_only, zeros_that_fit
-from quantkit.formats.interface import CheckpointLayout, TensorHeader
+from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, lowest first
 REVERSE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each column
@@ -42,18 +42,22 @@ class AWQ:
     holds_cache_scales = False
 
     @staticmethod
-    def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
+    def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
         if scheme.activations is not None:
             return weights_only(scheme)
         if scheme.bits != 4:
-            return f"{scheme.bits} bits: awq files hold 4. Use --bits 4, --format gptq (2, 3, 4, 8) or --format native."
+            return Refusal(
+                f"{scheme.bits} bits: awq files hold 4", "Use --bits 4, --format gptq (2, 3, 4, 8) or --format native."
+            )
         if scheme.scale_dtype != "float16":
-            return (
-                f"scales in {scheme.scale_dtype}: awq files hold float16. Use --scale-dtype float16, or --format"
-                " native."
+            return Refusal(
+                f"scales in {scheme.scale_dtype}: awq files hold float16",
+                "Use --scale-dtype float16, or --format native.",
             )
         if out_features % 8:
-            return f"{out_features} outputs are no multiple of 8, the codes of one word. Use --format native."
+            return Refusal(
+                f"{out_features} outputs are no multiple of 8, the codes of one word", "Use --format native."
+            )
         return ragged(scheme, in_features)
 
     @staticmethod

@@ -7,6 +7,7 @@ import torch
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
+from quantkit.formats.interface import Refusal
 
 SCALE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -19,19 +20,20 @@ def dividing_group_size(scheme: Scheme, in_features: int) -> int | None:
     return next((size for size in smaller if in_features % size == 0), None)
 
 
-def ragged(scheme: Scheme, in_features: int) -> str | None:
+def ragged(scheme: Scheme, in_features: int) -> Refusal | None:
     """Explain why a format without short groups cannot hold that width; None if it can."""
     if scheme.group_size is not None and in_features % scheme.group_size:
-        return f"group size {scheme.group_size} does not divide {in_features} inputs. Use --format native."
+        return Refusal(f"group size {scheme.group_size} does not divide {in_features} inputs", "Use --format native.")
     return None
 
 
-def weights_only(scheme: Scheme) -> str | None:
+def weights_only(scheme: Scheme) -> Refusal | None:
     """Explain why a format whose readers keep activations in 16 bits cannot hold that scheme; None if it can."""
     if scheme.activations is None:
         return None
-    return (
-        "its readers know no quantized activations. Use --format compressed-tensors or native, or --activations none."
+    return Refusal(
+        "its readers know no quantized activations",
+        "Use --format compressed-tensors or native, or --activations none.",
     )
 
 

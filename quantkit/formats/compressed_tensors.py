@@ -41,7 +41,7 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, zeros_that_fit
-from quantkit.formats.interface import CheckpointLayout, TensorHeader
+from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 
 LOCAL = ("weight_packed", "weight_scale", "weight_shape")
 PLAIN = ("weight", "weight_scale")
@@ -59,11 +59,12 @@ class CompressedTensors:
     holds_cache_scales = True
 
     @staticmethod
-    def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
+    def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
         if scheme.bits not in (4, 8):
-            return (
+            return Refusal(
                 f"{scheme.bits} bits: readers of compressed-tensors load 4 and 8 bits (older ones unpack "
-                "3, 5, 6 and 7 bits differently). Use --format native, or --bits 4 or 8."
+                "3, 5, 6 and 7 bits differently)",
+                "Use --format native, or --bits 4 or 8.",
             )
         return ragged(scheme, in_features)
 

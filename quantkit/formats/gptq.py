@@ -31,7 +31,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
 from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, weights_only, zeros_that_fit
 from quantkit.formats.gptq_rules import dynamic_rules, override_for
-from quantkit.formats.interface import CheckpointLayout, TensorHeader
+from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 
 BITS = (2, 3, 4, 8)
 LOCAL = ("qweight", "qzeros", "scales")
@@ -48,21 +48,23 @@ class GPTQ:
     holds_cache_scales = False
 
     @staticmethod
-    def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
+    def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
         if scheme.activations is not None:
             return weights_only(scheme)
         if scheme.bits not in BITS:
-            return f"{scheme.bits} bits: gptq files hold 2, 3, 4 or 8. Use --bits 4 or 8, or --format native."
+            return Refusal(
+                f"{scheme.bits} bits: gptq files hold 2, 3, 4 or 8", "Use --bits 4 or 8, or --format native."
+            )
         if scheme.scale_dtype != "float16":
-            return (
-                f"scales in {scheme.scale_dtype}: gptq files hold float16. Use --scale-dtype float16, or --format"
-                " native."
+            return Refusal(
+                f"scales in {scheme.scale_dtype}: gptq files hold float16",
+                "Use --scale-dtype float16, or --format native.",
             )
         unit = 32 // math.gcd(32, scheme.bits)
         for what, count in (("inputs", in_features), ("outputs", out_features)):
             if count % unit:
-                return (
-                    f"{count} {what} are no multiple of {unit}, the codes that fill whole words. Use --format native."
+                return Refusal(
+                    f"{count} {what} are no multiple of {unit}, the codes that fill whole words", "Use --format native."
                 )
         return ragged(scheme, in_features)
 

@@ -27,6 +27,17 @@ class CheckpointLayout:
     fp8_cache: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a format cannot hold a weight (no full stop), and what to do instead (a sentence)."""
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}. {self.remedy}"
+
+
 class Format(Protocol):
     """A stateless codec over the local names of one linear (``weight_packed``, ``weight_scale``, ...)."""
 
@@ -42,8 +53,8 @@ class Format(Protocol):
     holds_cache_scales: bool
 
     @staticmethod
-    def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
-        """Explain why this format cannot hold such a weight (with the remedy); None if it can."""
+    def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
+        """Explain why this format cannot hold such a weight, and the remedy; None if it can."""
 
     @staticmethod
     def group_size_for(scheme: Scheme, in_features: int) -> int | None:

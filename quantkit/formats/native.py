@@ -27,7 +27,7 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats.interface import CheckpointLayout, TensorHeader
+from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 
 VERSION = 1
 
@@ -41,7 +41,7 @@ class Native:
     holds_cache_scales = False
 
     @staticmethod
-    def supports(scheme: Scheme, out_features: int, in_features: int) -> str | None:
+    def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
         return None
 
     @staticmethod

@@ -13,7 +13,7 @@ from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.source import Source
 from quantkit.core.host import choose_device
 from quantkit.core.interrupt import interruptible
-from quantkit.core.kvscheme import Scales
+from quantkit.core.kvscheme import KVScales
 from quantkit.core.precision import cpu_has_bfloat16
 from quantkit.errors import RequestError
 from quantkit.formats.kv_scales import read_kv_plan
@@ -40,7 +40,7 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     kv_bits: int | str | None = None,
-    kv_scales: Scales | None = None,
+    kv_scales: KVScales | None = None,
     dequantize: bool = False,
     kernel: str | None = None,
     head_bits: int | None = None,

@@ -244,6 +244,17 @@ def test_another_number_of_threads_or_version_is_refused(
         convert(resume=True)
 
 
+def test_a_work_folder_of_an_earlier_layout_is_refused_by_name(
+    stopped: tuple[Path, dict[str, str]], convert: Convert
+) -> None:
+    job = read_record(stopped[0] / "job.json", JOB)
+    assert job is not None
+    job["identity"]["layout"] = work_folder.LAYOUT - 1
+    write_record(stopped[0] / "job.json", job)
+    with pytest.raises(RequestError, match=f"the version of the work folder: {work_folder.LAYOUT - 1} there"):
+        convert(resume=True)
+
+
 def test_a_changed_source_or_text_is_refused(
     tiny_model: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,7 +113,7 @@ def _sentence(reason: str) -> str:
 
 Test = Callable[[Checkpoint], str | None]
 """What is wrong, or None."""
-Split = Callable[[Checkpoint, int], str | None]
+RankSplit = Callable[[Checkpoint, int], str | None]
 """What is wrong on that many ranks, or None."""
 
 
@@ -158,7 +158,7 @@ class Engine:
     unknown: str
     rules: tuple[EngineRule, ...]
     # (reader, rule)
-    splits: tuple[tuple[str, Split], ...] = ()
+    splits: tuple[tuple[str, RankSplit], ...] = ()
     notes: tuple[Callable[[Checkpoint], str | None], ...] = ()
     mixtures: Mixtures = not_shown
 

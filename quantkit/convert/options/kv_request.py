@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.calibrate.cache_sensitivity import NEWEST
-from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme, Scales, bits_words
+from quantkit.core.kvscheme import PAGE_TOKENS, KVScales, KVScheme, bits_words
 from quantkit.errors import RequestError
 
 BUDGET_BITS = (8, 4, 3, 2)
@@ -64,7 +64,7 @@ class CacheRequest:
             )
 
 
-def request(bits: int | str, scales: Scales, budget: float | None) -> CacheRequest:
+def request(bits: int | str, scales: KVScales, budget: float | None) -> CacheRequest:
     """From the options. Raises RequestError for what cannot be."""
     if scales not in ("online", "static"):
         raise RequestError(f"--kv-scales {scales}: online (each page its own) or static (calibrated).")

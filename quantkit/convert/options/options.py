@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class ConvertOptions:
 
     source: str
     out: Path
+    _: KW_ONLY
     # the name that was asked for; what it stands for is in the other options, see apply_preset
     preset: str | None = None
     method: str = "gptq"

@@ -94,13 +94,14 @@ class BitBudget:
         if self.budget < self.least:
             return [
                 f"{self.asked}: the least that is possible here is"
-                f" {self._said(self.least, self._range()[0], up=True)}. "
+                f" {self._asks_for(self.least, self._range()[0], up=True)}. "
                 "Ask for"
                 f" more{'' if self.format == 'native' else NATIVE_GOES_LOWER}."
             ]
         if self.budget > self.most:
             return [
-                f"{self.asked}: the most that is possible here is {self._said(self.most, self._range()[1], up=False)}."
+                f"{self.asked}: the most that is possible here is"
+                f" {self._asks_for(self.most, self._range()[1], up=False)}."
                 " Ask for less, or for fixed --bits."
             ]
         return []
@@ -109,7 +110,7 @@ class BitBudget:
         """Return the least and the most bits per weight that can be asked for, rounded inward to three digits."""
         return -(-self.bits(self.least) * 1000 // 1) / 1000, self.bits(self.most) * 1000 // 1 / 1000
 
-    def _said(self, size: int, bits: float, up: bool) -> str:
+    def _asks_for(self, size: int, bits: float, up: bool) -> str:
         """Return the options that ask for ``size`` bytes. up: never for less, else never for more."""
         shown = _askable(size, up)
         return (

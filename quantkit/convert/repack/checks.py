@@ -46,7 +46,7 @@ def refuse_contradictions(
             continue
         if name not in stored:
             raise RequestError(
-                f"{_flag(name, value)} has no effect: {path} is quantized already, and repacking it changes no code."
+                f"{_typed(name, value)} has no effect: {path} is quantized already, and repacking it changes no code."
                 " Leave it out."
             )
         wanted = None if name == "group_size" and value == "channel" else value
@@ -56,7 +56,7 @@ def refuse_contradictions(
         fits = wanted in sizes if name == "group_size" else stored[name] == {wanted}
         if not fits:
             raise RequestError(
-                f"{_flag(name, value)}: {path} is quantized already, with {_stored_words(name, stored[name])}."
+                f"{_typed(name, value)}: {path} is quantized already, with {_stored_words(name, stored[name])}."
                 " Repacking changes no code: leave the option out, or quantize the 16-bit original."
             )
 
@@ -67,7 +67,7 @@ def refuse_preset(path: str, preset: str | None) -> None:
         raise RequestError(f"--preset {preset} has no effect: {path} is quantized and is repacked. Leave it out.")
 
 
-def _flag(name: str, value: Any) -> str:
+def _typed(name: str, value: Any) -> str:
     """An option as it is typed."""
     if name == "symmetric":
         return "--sym" if value else "--asym"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.algorithms.kv import KVObserver, LayerRanges
-from quantkit.calibrate.capture import advance, observe
+from quantkit.algorithms.kv import LayerRanges
+from quantkit.calibrate.capture import advance
 from quantkit.calibrate.data import CalibrationWindows
 from quantkit.calibrate.matmul_precision import choose_precision
 from quantkit.checkpoint.source import Source
@@ -24,10 +24,11 @@ from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.calibration_text import read_windows
 from quantkit.convert.plan.memory import batch_tokens
 from quantkit.convert.plan.memory_inputs import kv_sample_bytes
+from quantkit.convert.results import BlockResult
 from quantkit.convert.stages.device import working_on
 from quantkit.convert.stages.embed import embed
-from quantkit.convert.stages.kv_cache import calibrate_layer
 from quantkit.convert.stages.loaded_block import loaded
+from quantkit.convert.stages.observe import observe_cache
 from quantkit.core.host import choose_device
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks, widest_input
 from quantkit.runtime.kv_cache.transformers_cache import attention_modules
@@ -131,19 +132,15 @@ def calibrate_cache(plan: CachePlan, source: Source, listen: Callable[[str, int,
         )
     blocks, names = find_blocks(plan.model), attention_modules(plan.model)
     weights, _ = dense_weights(plan.model, source, torch.float32)
-    layers: dict[str, LayerRanges] = {}
-    notes: list[str] = []
+    result = BlockResult()
     with working_on(device, plan.matmul_precision):
         hidden = embed(plan.model, blocks, weights, windows.ids, device, None)
         states = hidden.states
         for index in range(len(blocks)):
             listen("blocks", index, len(blocks))
             with loaded(weights, blocks, index, device) as block:
-                call, observer = hidden.calls[index].to(device), KVObserver()
-                observe(block, states, call, [], observer)
-                layers[names[index]] = calibrate_layer(
-                    plan.options.cache, names[index], observer, block, states, call, notes
-                )
+                call = hidden.calls[index].to(device)
+                observe_cache(plan.options.cache, names[index], block, states, call, result)
                 if index + 1 < len(blocks):
                     advance(block, states, call)
-    return CalibratedCache(layers=layers, windows=windows, notes=notes)
+    return CalibratedCache(layers=result.kv, windows=windows, notes=result.notes)

@@ -248,12 +248,12 @@ def _refused(
 
 def _module_problem(form: Format, name: str, scheme: Scheme, shape: tuple[int, int]) -> Problem | None:
     """Why the format cannot hold one module."""
-    kind, reason = head_or_embedding(name), form.supports(scheme, *shape)
+    kind, refusal = head_or_embedding(name), form.supports(scheme, *shape)
+    why = None if refusal is None else refusal.reason
     if kind is not None and not {kind, "tied"} & set(form.head_embeddings):
-        reason = f"no engine reads a quantized {kind} from it"
-    if not reason:
+        why = f"no engine reads a quantized {kind} from it"
+    if not why:
         return None
-    why = reason.partition(". Use ")[0].removesuffix(".")
     return Problem(name, f"{form.name} cannot hold {scheme.describe()}: {why}. {ORIGINAL} --format native holds all.")
 
 

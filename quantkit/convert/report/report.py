@@ -32,7 +32,7 @@ STORED = {
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ConvertReport:
     """The result of ``convert``."""
 

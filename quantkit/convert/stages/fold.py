@@ -69,7 +69,7 @@ def fold_block(
         reasons = "; ".join(f"{refusal.producer}: {refusal.reason}" for refusal in search.refused)
         result.notes.append(f"{prefix}: no channels can be scaled ({reasons or 'nothing in it scales channels'})")
     for fold in search.accepted:
-        stage = _Stage(folding, prefix, block, fold)
+        stage = _FoldStep(folding, prefix, block, fold)
         factors, trouble = _factors(stage, groups)
         if not bool((factors == 1).all()):
             trouble = stage.apply(factors, groups)
@@ -119,7 +119,7 @@ def take_tokens(states: Sequence[Tensor], tokens: int) -> Tensor:
     return states[0][:1, :tokens].clone()
 
 
-def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str | None]:
+def _factors(stage: _FoldStep, groups: Sequence[InputGroup]) -> tuple[Tensor, str | None]:
     """The method's factors for one fold, float32 [channels].
 
     Ones if nothing that is quantized reads it, or with the reason why.
@@ -137,8 +137,8 @@ def _factors(stage: _Stage, groups: Sequence[InputGroup]) -> tuple[Tensor, str |
             return search_channel_factors(consumers, fold.channels, stage.realise), None
         except NumericsError as error:
             return ones, str(error)
-    found = search_factors(consumers, fold.channels, stage.realise)
-    return (found.values, None) if found.fallback is None else (ones, found.fallback)
+    factors = search_factors(consumers, fold.channels, stage.realise)
+    return (factors.values, None) if factors.fallback is None else (ones, factors.fallback)
 
 
 def _readers(
@@ -177,7 +177,7 @@ def _consumers(
     return consumers
 
 
-class _Stage:
+class _FoldStep:
     """One fold of one block: what factors its producer can hold, and doing it."""
 
     def __init__(self, folding: Folding, prefix: str, block: nn.Module, fold: Fold) -> None:

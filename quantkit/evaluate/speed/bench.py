@@ -28,7 +28,7 @@ from quantkit.evaluate.speed.traffic import (
 )
 
 if TYPE_CHECKING:
-    from quantkit.core.kvscheme import Scales
+    from quantkit.core.kvscheme import KVScales
     from quantkit.runtime.model import Model
 
 
@@ -65,7 +65,7 @@ def bench(
     device: str = "auto",
     dtype: str = "auto",
     kv_bits: int | str | None = None,
-    kv_scales: Scales | None = None,
+    kv_scales: KVScales | None = None,
     kernel: str | None = None,
     head_bits: int | None = None,
     keep_dense: bool = False,

@@ -24,7 +24,7 @@ MOST_PENALTY = 1e6  # beyond it a logit overflows, and what is drawn means nothi
 PENALTIES = "above 0 (0.000001 to 1000000); 1 is off"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
     """How to generate; validated once.
 

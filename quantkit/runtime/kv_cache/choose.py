@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 
-from quantkit.core.kvscheme import KVPlan, KVScheme, Scales, bits_words
+from quantkit.core.kvscheme import KVPlan, KVScales, KVScheme, bits_words
 from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.formats.reader import QuantizedReader
 
 
-def kv_plan(stored: KVPlan | None, bits: int | str | None, scales: Scales | None) -> KVPlan:
+def kv_plan(stored: KVPlan | None, bits: int | str | None, scales: KVScales | None) -> KVPlan:
     """Choose how the cache is kept, from what is stored and what is asked for.
 
     That is what is stored where it has the bits that are asked for, else a scheme without calibrated scales.

@@ -98,7 +98,6 @@ def test_gradients_reach_the_front_as_they_do_in_one_piece(stepped: Any) -> None
     p = logits.detach().softmax(-1)[0]
     labels = torch.searchsorted(p.double().cumsum(-1), draws.double()[:, None]).clamp(max=127)
     logits.log_softmax(-1)[0].gather(1, labels).sum().backward()
-    assert start.grad is not None
     torch.testing.assert_close(gradient, start.grad, rtol=1e-3, atol=1e-4)
 
 

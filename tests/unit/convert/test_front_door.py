@@ -59,6 +59,9 @@ def test_a_former_name_does_what_todays_name_does_and_both_together_are_refused(
     assert renamed({"products": "bf16", "bits": 4}) == {"matmul_precision": "bf16", "bits": 4}
     with pytest.raises(RequestError, match="--products and --matmul-precision are one option"):
         renamed({"products": "bf16", "matmul_precision": "bf16"})
+    both = CliRunner().invoke(command, ["model", "--out", "out", "--products=bf16", "--matmul_precision", "float32"])
+    assert isinstance(both.exception, RequestError)
+    assert "--products and --matmul-precision are one option" in str(both.exception)
 
 
 @pytest.mark.parametrize(
