@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.calibrate.capture import observe
 from quantkit.convert.results import InputGroup
-from quantkit.convert.stages.fold import _Stage
+from quantkit.convert.stages.fold import _FoldStep
 from quantkit.model.folds import Fold, find_folds
 from quantkit.model.skeleton import find_blocks
 from quantkit.model.stepper import BlockArguments, input_groups, record
@@ -46,7 +46,7 @@ def test_statistics_scaled_by_a_fold_are_those_of_the_scaled_inputs(kind: str) -
         groups = observed(block, names, x, y, call)
         factors = 0.25 + 4 * torch.rand(fold.channels, generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
-            assert _Stage(PLAN, "block", block, fold).apply(factors, groups) is None
+            assert _FoldStep(PLAN, "block", block, fold).apply(factors, groups) is None
         assert any(group.names[0] in fold.consumers for group in groups)
         for mine, direct in zip(groups, observed(block, names, x, y, call), strict=True):
             for what in ("hessian", "cross", "largest"):
@@ -74,5 +74,5 @@ def test_targets_of_the_original_inputs_are_scaled_with_the_weight() -> None:
     before, factors = target(), 0.25 + 4 * torch.rand(6)
     fold = Fold("norm", torch.arange(6), {"up": torch.arange(6)})
     with torch.no_grad():
-        _Stage(PLAN, "block", block, fold).apply(factors, [group])
+        _FoldStep(PLAN, "block", block, fold).apply(factors, [group])
     torch.testing.assert_close(target(), before * factors.double(), rtol=1e-5, atol=1e-6)
