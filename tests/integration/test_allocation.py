@@ -108,7 +108,7 @@ def test_whatever_is_measured_the_size_holds_and_what_is_fused_shares_a_scheme(
         sensitivity = [[draw.random() ** 4 for _ in unit.options] for unit in plan.budget.units]
         budget = plan.budget.least + (plan.budget.most - plan.budget.least) * point // 29
         one = replace(plan, budget=replace(plan.budget, budget=budget))
-        measured = Measured(sensitivity, [])
+        measured = Measured(sensitivity, [torch.ones(plan.model.config.hidden_size)] * len(plan.blocks))
         work: Any = SimpleNamespace(finished=None, folder=tmp_path, measured=lambda found=measured: found)
         decisions = decide_plan(one, one.inputs, work, lambda done, total: None)
         assert one.budget is not None

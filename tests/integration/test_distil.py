@@ -21,7 +21,7 @@ from quantkit.convert.plan.calibration_text import unused_windows
 from quantkit.convert.plan.plan import make_plan
 from quantkit.convert.report.dry_run import describe
 from quantkit.convert.stages import distil as distil_pass
-from quantkit.convert.stages import embed
+from quantkit.convert.stages import embed, student
 from quantkit.convert.stages.student import is_norm
 from quantkit.core import affine
 from quantkit.errors import RequestError
@@ -52,7 +52,7 @@ def test_of_what_is_no_matrix_only_norms_learn(name: str) -> None:
 def test_it_learns_in_the_products_asked_for_though_the_method_reads_no_text(
     mode: str, tiny_original: Path, calibration_text: Path, tmp_path: Path, precisions_seen: Any
 ) -> None:
-    seen, angles = precisions_seen(distil_pass, "forward_block"), precisions_seen(embed, "record")
+    seen, angles = precisions_seen(student, "forward_block"), precisions_seen(embed, "record")
     asked: dict[str, Any] = {**OPTIONS, "calibration": str(calibration_text), "matmul_precision": mode}
     report = quantkit.convert(tiny_original, tmp_path / "out", **asked)
     assert seen == {"bf16" if mode == "bf16" else "ieee"}
