@@ -1,4 +1,4 @@
-"""Quantize one decoder block: what is known about its inputs, and what becomes of it."""
+"""Quantize one decoder block: solve its linears from the statistics of their inputs, report and encode them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from quantkit.formats.interface import Format
 class Solver:
     """What every block of a conversion is quantized with.
 
-    targets: weights to quantize, by module name of the skeleton. loops: what visits GPTQ's columns.
+    targets: weights to quantize, by module name of the skeleton.
+    loops: the kernel of GPTQ's loop over columns.
     """
 
     options: ConvertOptions
@@ -43,7 +44,7 @@ class Solver:
 
 @dataclass
 class _Solved:
-    """One linear (its name inside the block) and what was decided for it."""
+    """One linear, by its name inside the block, and the solution that was found for it."""
 
     name: str
     target: Target
@@ -61,11 +62,20 @@ def quantize_block(
     result: BlockResult,
     tune_inputs: TuneInputs | None = None,
 ) -> None:
-    """Quantize the linears of ``block`` (called ``prefix`` in the model) that the plan names, and fill ``result``.
+    """Quantize the linears of ``block`` that the plan names, and fill ``result``.
 
-    The block's weights are replaced by what an engine will compute with, and inputs are rounded where it rounds them.
-    Linears of one group and one scheme are solved together; each scheme of a group is solved on the same Hessian.
-    tune_inputs: all of them learn together then.
+    The block's weights are replaced by the dequantized ones, and inputs are rounded where the scheme rounds
+    activations. Linears of one input and one scheme are solved together; each scheme of an input is solved on the same
+    Hessian.
+
+    solver: options, format and targets of the conversion.
+    prefix: the block's module name in the model.
+    block: float32 weights on the device; changed in place.
+    groups: statistics of each input, with the names of the linears that read it.
+    result: gets the packed tensors, digests, reports and notes.
+    tune_inputs: states from which all linears then learn together; None for no tuning.
+
+    Raises NumericsError if a weight cannot be quantized to finite numbers.
     """
     solved: Iterable[_Solved] = _solve_groups(solver, prefix, block, groups, result)
     if tune_inputs is not None:
@@ -78,7 +88,7 @@ def quantize_block(
 def _solve_groups(
     solver: Solver, prefix: str, block: nn.Module, groups: Sequence[InputGroup], result: BlockResult
 ) -> Iterator[_Solved]:
-    """Every linear to quantize; one group's results are there at a time."""
+    """Yield every solved linear; the results of one group are in memory at a time."""
     for group in groups:
         by_scheme: dict[Scheme, list[str]] = {}
         for name in group.names:
@@ -98,7 +108,7 @@ def _solve_stack(
     group: InputGroup,
     result: BlockResult,
 ) -> list[_Solved]:
-    """Linears with one input and one scheme, stacked along their rows."""
+    """Solve linears of one input and one scheme, stacked along their rows."""
     targets = [solver.targets[f"{prefix}.{name}"] for name in names]
     raise_if_interrupted()
     linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
@@ -118,7 +128,7 @@ def _solve_stack(
 def _learn(
     solver: Solver, prefix: str, block: nn.Module, solved: list[_Solved], tune_inputs: TuneInputs, result: BlockResult
 ) -> list[_Solved]:
-    """All linears of the block together: codes and scales from what was solved for each."""
+    """Tune all linears of the block together, starting from their solutions."""
     if not solved:
         return solved
     tuned = tune_block(solver.options, block, {entry.name: entry.quantized for entry in solved}, tune_inputs)
@@ -130,7 +140,7 @@ def _learn(
 
 
 def _write_result(solver: Solver, entry: _Solved, result: BlockResult) -> None:
-    """Report and encode what was decided; the linear computes with it from now on."""
+    """Report and encode a solution, and let the linear compute with it from now on."""
     target, linear, q = entry.target, entry.linear, entry.quantized
     dequantized = q.dequantize()
     result.layers.append(_report(target, linear.weight, q, dequantized, entry.group, entry.solution))
@@ -166,9 +176,9 @@ def _solve(solver: Solver, weight: Tensor, scheme: Scheme, group: InputGroup) ->
 
 
 def _nearest(weight: Tensor, solution: Solution) -> Solution:
-    """The nearest codes on the ranges of a solution.
+    """Return the nearest codes on the ranges of a solution, from which learning starts.
 
-    Where learning starts. From GPTQ's own codes it ends no better than they are.
+    From GPTQ's own codes learning ends no better than they are.
     """
     q = solution.quantized
     codes = affine.quantize(weight, q.scales, q.zeros, q.scheme)
@@ -176,7 +186,7 @@ def _nearest(weight: Tensor, solution: Solution) -> Solution:
 
 
 def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:
-    """The stacked result, one linear at a time."""
+    """Cut the stacked result into one tensor per linear."""
     parts, start = [], 0
     for target in targets:
         rows = slice(start, start + target.out_features)

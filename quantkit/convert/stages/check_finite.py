@@ -1,6 +1,6 @@
-"""A look at every weight before hours are spent.
+"""Check that every weight is finite before hours are spent.
 
-A NaN in the last block would otherwise be found behind the work on all others.
+A NaN in the last block would otherwise be found only after the work on all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ AT_ONCE = 1 << 22  # weights: the temporaries of a whole embedding would be more
 def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> None:
     """Read every weight of the model once, and refuse NaN and infinite values.
 
-    One tensor is in memory at a time; of fused experts, one expert. listen: told of tensors done, and all.
+    One tensor is in memory at a time; of fused experts, one expert.
+
+    weights: the source's tensors, by parameter of the skeleton.
+    listen: called with the number of tensors done and of all tensors.
 
     Raises NumericsError, naming every tensor that holds NaN or infinite values.
     """

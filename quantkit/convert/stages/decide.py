@@ -1,7 +1,4 @@
-"""What is decided before the first block by measuring.
-
-The bits within a size, and what counts for the model's output.
-"""
+"""Decisions that need measuring, made before the first block: bits within a budget, channel and token importance."""
 
 from __future__ import annotations
 
@@ -28,11 +25,13 @@ from quantkit.model.skeleton import Blocks, Weights
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What the loop over blocks works with, beside the plan: nothing in it changes any more.
+    """What the loop over blocks works with, beside the plan; it never changes afterwards.
 
-    targets, unquantized: those of the plan, or with a bit budget what was chosen. choice: of the bit budget, None
-    without one. channels: by block, float32 [hidden], the importance of each channel of its output. guides: by block,
-    the importance weights of tokens. None where nothing asked for them.
+    targets: those of the plan, or the ones chosen within the bit budget.
+    unquantized: tensors in 16 bit, in the same way.
+    choice: the choice within the bit budget, None without one.
+    channels: by block, float32 [hidden], importance of each channel of its output; None where nothing needs it.
+    guides: by block, what predicts token-importance weights; None where nothing needs them.
     """
 
     targets: Mapping[str, Target]
@@ -42,7 +41,7 @@ class Decisions:
     guides: Sequence[Guide | None] | None = None
 
     def head_embeddings(self) -> list[Target]:
-        """Head and embeddings that are quantized."""
+        """Return the quantized weights outside the blocks: head and embeddings."""
         return head_embeddings(self.targets)
 
 
@@ -58,13 +57,18 @@ def decide(
 ) -> Decisions:
     """Measure sensitivity, and choose by it.
 
-    What was measured and chosen is kept in the work folder: a resumed job goes on with the same.
+    Measurements and choice are kept in the work folder: a resumed job goes on with the same.
 
     planned: the targets of the plan, with a bit budget provisional ones.
+    work: the job's work folder.
+    on_step: called with the number of steps done and of all steps.
+    measuring: the sensitivity pass.
     windows: the text that ``measuring`` reads.
+    budget: the bit budget, None without one.
     rewritten: 16-bit parameters that a fold may scale.
 
-    Raises what ``SensitivityPass.measure`` raises, NumericsError for a sensitivity that is not finite.
+    Raises what ``SensitivityPass.measure`` raises, NumericsError for a sensitivity that is not finite, WorkFolderError
+    if measurements in the work folder do not fit this job.
     """
     weights = measuring.weights
     if work.finished is not None:  # all is written; what is in it follows from the options that were chosen
@@ -115,7 +119,7 @@ def _kept_choice(budget: BitBudget, work: Work) -> BudgetChoice:
 
 
 def _choose(budget: BitBudget, measured: Measured, windows: CalibrationWindows) -> BudgetChoice:
-    """The options that lose least within the budget."""
+    """Choose the options that add least KL divergence within the budget."""
     used = windows.ids[:WINDOWS, :TOKENS]
     measured_on: dict[str, Any] = {"text": windows.name, "windows": used.shape[0], "tokens": used.shape[1]}
     taken = budget.choices(measured.sensitivity).within(budget.budget - budget.fixed)
@@ -125,7 +129,7 @@ def _choose(budget: BitBudget, measured: Measured, windows: CalibrationWindows) 
 def _apply(
     decisions: Decisions, budget: BitBudget, choice: BudgetChoice, weights: Weights, rewritten: Sequence[str]
 ) -> Decisions:
-    """The decisions with the schemes that were chosen for the units of a bit budget."""
+    """Return the decisions with the schemes that were chosen for the units of a bit budget."""
     schemes = [unit.options[index] for unit, index in zip(budget.units, choice.taken, strict=True)]
     targets = chosen_targets(decisions.targets, budget.units, schemes)
     unquantized = find_unquantized(weights, targets, rewritten)
@@ -135,10 +139,16 @@ def _apply(
 def importance_of_tokens(
     decisions: Decisions, blocks: Blocks, index: int, groups: Sequence[tuple[str, ...]], result: BlockResult
 ) -> Guide | None:
-    """Return the importance weights of tokens for the linears of block ``index`` that are quantized.
+    """Return what predicts token-importance weights for the quantized linears of a block, None without any.
 
-    groups: names of linears inside the block. None if nobody asked or nothing is known; where nothing is known,
-    ``result`` gets a note, except for experts: the plan's warnings speak of those.
+    If importance was asked for but could not be measured, ``result`` gets a note; not for experts, of which the plan's
+    warnings already speak.
+
+    decisions: hold the guides, by block.
+    blocks: the blocks of the model.
+    index: the number of the block.
+    groups: names, inside the block, of linears that read one tensor.
+    result: gets the note.
     """
     if decisions.guides is None:
         return None

@@ -1,4 +1,4 @@
-"""The device that blocks are worked on: its memory, and the products of float32 matrices there."""
+"""The device that blocks are worked on: its memory, and the precision of float32 matrix products there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from quantkit.errors import QuantkitError
 def working_on(device: torch.device, mode: str = "float32") -> Iterator[None]:
     """Multiply float32 matrices in float32 or in ``mode``, and count device memory from here on.
 
-    TF32 is off: statistics would keep 10 bits.
+    TF32 is off: with it statistics would keep 10 bits.
+
+    device: where blocks are worked on.
+    mode: the matmul precision (``calibrate.matmul_precision``).
 
     Raises QuantkitError in place of torch's error where the device's memory does not suffice.
     """
@@ -34,12 +37,12 @@ def working_on(device: torch.device, mode: str = "float32") -> Iterator[None]:
 
 
 def peak_device_bytes(device: torch.device) -> int:
-    """Most bytes that tensors took on a GPU since ``working_on``; 0 on a CPU."""
+    """Return the most bytes that tensors took on a GPU since ``working_on``; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def release_memory(device: torch.device) -> None:
-    """Give what is free back, on the host and on a GPU: the next block needs pieces of other sizes."""
+    """Return free memory to the system, on the host and on a GPU: the next block needs pieces of other sizes."""
     release_free_memory()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -38,21 +38,27 @@ OnDistil = Callable[[str, int, int, str], None]  # told of progress: stage, step
 def distil(
     written: Written, windows: CalibrationWindows, listen: OnDistil, *, states: StateStore, resumed: bool
 ) -> BlockResult:
-    """Learn scales and norms end to end; return what is stored differently, and the divergence before and after.
+    """Learn scales and norms end to end; return the tensors that changed, and the divergence before and after.
 
-    states: where a killed pass is taken up from, if ``resumed``. Everything else of the model must have been written.
-    If the divergence on the windows kept back does not fall or is not finite, nothing changes, and the result says so.
+    Everything else of the model must have been written. If the divergence on the windows kept back does not fall or is
+    not finite, nothing changes, and the result's notes give the reason.
+
+    written: the quantized model as it was written.
+    windows: the text to learn from; the last windows are kept back to judge the outcome.
+    listen: called with the progress of the pass.
+    states: the store in the work folder that a killed pass resumes from.
+    resumed: take up what an earlier process left in ``states``.
     """
     with torch.enable_grad(), model_runs(written.device):
         return _Pass(written, windows, listen, states, resumed).run()
 
 
 class _NotFinite(Exception):
-    """A divergence is not; the step."""
+    """A divergence is NaN or infinite; its argument is the number of the step."""
 
 
 class _Pass:
-    """The training itself: windows, the original's final states, steps, and the judgement at the end."""
+    """The training: windows, the original's final states, steps, and the comparison at the end."""
 
     def __init__(
         self, written: Written, windows: CalibrationWindows, listen: OnDistil, states: StateStore, resumed: bool
@@ -81,6 +87,7 @@ class _Pass:
         self.adam = torch.optim.Adam(self.student.parameters(), lr=self.options.rate, betas=self.options.betas)
 
     def run(self) -> BlockResult:
+        """Train from the last kept step, and return the changed tensors if the divergence fell."""
         result = BlockResult()
         done = 0
         before: float | None = None
@@ -113,7 +120,7 @@ class _Pass:
         return result
 
     def _embedded(self, ids: Tensor, head_embeddings: dict[str, Tensor]) -> tuple[list[Tensor], list[BlockArguments]]:
-        """States in front of block 0, one tensor per step, and every block's arguments."""
+        """Return states in front of block 0, one tensor per step, and every block's arguments."""
         written, tokens = self.written, self.batches[0].numel()
         embedded = embed(
             written.model, written.blocks, written.weights, ids, written.device, None, tokens, head_embeddings
@@ -140,7 +147,7 @@ class _Pass:
         return states
 
     def _step(self, step: int) -> None:
-        """One step of Adam."""
+        """Do one step of Adam."""
         for group in self.adam.param_groups:
             group["lr"] = rate_at(step, self.steps, self.options)
         crossed: list[Tensor] = []
@@ -165,7 +172,7 @@ class _Pass:
         release_free_memory()  # what learns lies between what was freed: the heap would grow with every step
 
     def _tail(self, step: int, hidden: Tensor) -> tuple[float, Tensor]:
-        """Divergence of one step's windows, and its gradient for the last block's output."""
+        """Return the divergence of one step's windows, and its gradient for the last block's output."""
         written, ids = self.written, self.batches[step].to(self.written.device)
         leaf = hidden.detach().requires_grad_(torch.is_grad_enabled())
         with given(written.model, {name: norm.value() for name, norm in self.student.norms.items()}):
@@ -192,7 +199,7 @@ class _Pass:
             return self._original_head(final)
 
     def _quantized_head(self) -> dict[str, Tensor]:
-        """The head's weight as it was written, where that is quantized; the tied matrix under both of its names."""
+        """Return the head's written weight where that is quantized; a tied matrix under both of its names."""
         tied = {
             name: self.head_embeddings[twin]
             for name, twin in self.written.weights.tied.items()
@@ -202,7 +209,10 @@ class _Pass:
 
     @torch.no_grad()
     def _judge(self, rounded: bool = False) -> float:
-        """Divergence on the windows kept back. rounded: with scales and norms as they will be stored."""
+        """Return the divergence on the windows kept back.
+
+        rounded: with scales and norms as they will be stored.
+        """
         exact = [p.clone() for p in self.student.parameters()] if rounded else []
         if rounded:
             self.student.round_()
@@ -217,13 +227,13 @@ class _Pass:
         return total / self.held
 
     def _keep(self, done: int) -> None:
-        """What a resumed job goes on from, now and then. The states' file is free: the blocks are done."""
+        """Store now and then what a resumed job goes on from. The states' file is free: the blocks are done."""
         learned = self.student.parameters()
         moments = [self.adam.state[p][name] for p in learned for name in MOMENTS]
         self.store.keep(len(self.calls) + done, [t.detach().cpu().contiguous() for t in (*learned, *moments)])
 
     def _resume(self) -> int:
-        """Steps that an earlier process did; what it learned is taken up."""
+        """Load what an earlier process learned; return how many steps it did."""
         learned = self.student.parameters()
         wanted = [p.shape for p in learned] + [p.shape for p in learned for _ in MOMENTS]
         # up to the number of blocks they are hidden states, of the loop before

@@ -21,8 +21,11 @@ SHORT = 8  # tokens that show who reads whose output
 class HiddenStates:
     """Hidden states in front of a block, and the arguments of every block.
 
-    states: batches, float32 [windows, tokens, hidden]. calls, short, single: by block, its arguments for a batch, for
-    ``SHORT`` tokens and for one window. original: the states that the original model has there, if they are wanted.
+    states: batches, float32 [windows, tokens, hidden].
+    calls: by block, its arguments for a batch.
+    short: by block, its arguments for ``SHORT`` tokens.
+    single: by block, its arguments for one window.
+    original: the original model's states in front of the block, shaped like ``states``; empty if nothing needs them.
     """
 
     states: list[Tensor]
@@ -37,11 +40,18 @@ def embed(
     model: nn.Module, blocks: Blocks, weights: Weights, ids: Tensor, device: torch.device, stored: list[Tensor] | None,
     tokens: int | None = None, replaced: Mapping[str, Tensor] | None = None,
 ) -> HiddenStates:  # fmt: skip
-    """Hidden states in front of block 0, and the arguments of all blocks.
+    """Compute hidden states in front of block 0, and record the arguments of all blocks.
 
-    tokens: of a batch at most; ``batch_tokens`` if None. replaced: other values for some parameters, by name (quantized
-    embeddings). With ``stored`` states only the arguments are found out. Raises UnsupportedModel if the arguments
-    depend on the tokens.
+    model: the skeleton.
+    blocks: its blocks.
+    weights: the source's tensors; embeddings are loaded from them.
+    ids: int64 [windows, tokens].
+    device: where the model runs.
+    stored: states of an earlier process, which are used as they are; None to compute them.
+    tokens: tokens of a batch at most; ``batch_tokens`` if None.
+    replaced: other values for some parameters, by name (quantized embeddings).
+
+    Raises UnsupportedModel if the arguments of a block depend on the tokens.
     """
     names = before_blocks(weights, blocks)
     for name in names:
@@ -70,8 +80,9 @@ def embed(
 def states_wanted(ids: Tensor, hidden: int, paired: bool) -> Callable[[list[torch.Size]], bool]:
     """Return a check of the shapes of kept states: batches of all windows, and of one size.
 
-    ids: int64 [windows, tokens]. hidden: numbers of a token's state. paired: the original model's states are among
-    them, in as many batches.
+    ids: int64 [windows, tokens].
+    hidden: length of a token's state.
+    paired: the original model's states are among them, in as many batches.
     """
     windows, tokens = ids.shape
 
@@ -84,5 +95,8 @@ def states_wanted(ids: Tensor, hidden: int, paired: bool) -> Callable[[list[torc
 
 
 def _batch_size(windows: int, wanted: int) -> int:
-    """The largest batch up to ``wanted`` that divides the windows: every batch then has the arguments of the first."""
+    """Return the largest batch up to ``wanted`` that divides the windows.
+
+    Every batch then has the arguments of the first.
+    """
     return next(size for size in range(min(wanted, windows), 0, -1) if windows % size == 0)

@@ -1,8 +1,8 @@
 """The fold stage of the loop: scale a block's channels between observing and quantizing it.
 
 Factors come from AWQ's search, where that costs less error, or from SmoothQuant's formula. Nothing remains to be done
-at run time: factors end in the weights. A norm's weight is rounded to its stored dtype first, and the factor that the
-rounded weight stands for is what its consumers are multiplied by, so the written model is the one that was measured.
+at run time: factors are multiplied into the weights. A norm's weight is rounded to its stored dtype first, and its
+consumers are multiplied by the factor that the rounded weight stands for: the written model is the measured one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from quantkit.model.stepper import BlockArguments
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """What the channels of every block of a conversion are scaled with.
+    """The channel scaling that all blocks of a conversion share.
 
-    method: decides how factors are found. targets: weights that will be quantized, by module name of the skeleton.
+    method: the name of the method, which decides how factors are found.
+    weights: the source's tensors.
+    targets: weights that will be quantized, by module name of the skeleton.
     rewritten: parameters of the blocks that stay at 16 bit and may be scaled.
     """
 
@@ -42,7 +44,7 @@ class Folding:
     rewritten: Sequence[str]
 
     def stored_dtype(self, parameter: str) -> torch.dtype:
-        """The dtype that the source stores a parameter in."""
+        """Return the dtype in which the source stores a parameter."""
         return self.weights.source.info(self.weights.stored(parameter)).dtype
 
 
@@ -56,10 +58,17 @@ def fold_block(
     call: BlockArguments,
     result: BlockResult,
 ) -> list[tuple[Fold, Tensor]]:
-    """Scale the channels of ``block`` (called ``prefix`` in the model): weights and Hessians change in place.
+    """Scale the channels of a block; weights and Hessians change in place.
 
-    hidden, call: a few tokens to find the folds with. What is not quantized goes to ``result.parts`` in its stored
-    dtype (``Plan.rewritten``). Returns the folds that were scaled, with their factors (float32 [channels]).
+    Returns the folds that were scaled, with their factors (float32 [channels]).
+
+    folding: method and targets of the conversion.
+    prefix: the block's module name in the model.
+    block: float32 weights on the device.
+    groups: statistics of each input, with the names of the linears that read it.
+    hidden: a few tokens to find the folds with, [1, tokens, hidden].
+    call: the block's arguments for as many tokens.
+    result: gets scaled weights that are not quantized in ``parts``, in their stored dtype, and notes.
     """
     done = []
     search = find_folds(block, hidden, call, shared_modules(folding.weights.model, prefix))
@@ -84,9 +93,9 @@ def fold_block(
 
 
 def missing_folds(by_block: Mapping[str, Mapping[str, bool]]) -> list[str]:
-    """Notes about blocks where something could not be scaled that can be in blocks of the same producers.
+    """Return notes on blocks in which a fold was refused that other blocks of the same producers allow.
 
-    found: ``BlockResult.folds`` by block. Blocks without any fold have a note already.
+    by_block: ``BlockResult.folds`` by block. Blocks without any fold have a note already.
     """
     usual: dict[frozenset[str], set[str]] = {}
     for folds in by_block.values():
@@ -100,11 +109,14 @@ def missing_folds(by_block: Mapping[str, Mapping[str, bool]]) -> list[str]:
 
 
 def take_tokens(states: Sequence[Tensor], tokens: int) -> Tensor:
-    """Pick a few finite tokens [1, tokens, hidden] of the hidden states.
+    """Pick a few finite tokens of the hidden states: [1, tokens, hidden].
 
-    They are the beginning of the first window where all are finite, else the first that are. Folds are found by
-    comparing outputs: one NaN would refuse them all. With too few usable tokens the first are returned as they are; the
-    statistics refuse such states with the reason (``Hessian.result``).
+    They are the beginning of the first window where all are finite, else the first finite ones. Folds are found by
+    comparing outputs: one NaN would refuse them all. With too few finite tokens the first tokens are returned; the
+    statistics then refuse such states with the reason (``Hessian.result``).
+
+    states: batches, float32 [windows, tokens, hidden].
+    tokens: how many to pick.
     """
     for state in states:
         usable = torch.linalg.vector_norm(state[:, :tokens].float(), dim=-1) < LARGEST_NORM
@@ -120,9 +132,9 @@ def take_tokens(states: Sequence[Tensor], tokens: int) -> Tensor:
 
 
 def _factors(stage: _FoldStep, groups: Sequence[InputGroup]) -> tuple[Tensor, str | None]:
-    """The method's factors for one fold, float32 [channels].
+    """Return the method's factors for one fold, float32 [channels], and why it failed, None if not.
 
-    Ones if nothing that is quantized reads it, or with the reason why.
+    Factors are ones if no quantized linear reads the fold, or if the method failed.
     """
     folding, fold = stage.folding, stage.fold
     ones = torch.ones(fold.channels, device=stage.weight.device)
@@ -144,7 +156,7 @@ def _factors(stage: _FoldStep, groups: Sequence[InputGroup]) -> tuple[Tensor, st
 def _readers(
     folding: Folding, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]
 ) -> list[FoldReader]:
-    """What the fold's channels are read by: the linears that will be quantized."""
+    """Return the quantized linears that read the fold's channels, with the largest input and weight per channel."""
     readers = []
     for group in groups:
         for name in group.names:
@@ -157,10 +169,7 @@ def _readers(
 def _consumers(
     folding: Folding, prefix: str, block: nn.Module, fold: Fold, groups: Sequence[InputGroup]
 ) -> list[Consumer]:
-    """What the fold's loss is summed over.
-
-    The linears that will be quantized, stacked where input and scheme are one.
-    """
+    """Return the quantized linears over which the fold's loss is summed, stacked where input and scheme are one."""
     consumers = []
     tokens = max((group.tokens for group in groups), default=0)
     for group in groups:
@@ -178,7 +187,7 @@ def _consumers(
 
 
 class _FoldStep:
-    """One fold of one block: what factors its producer can hold, and doing it."""
+    """One fold of one block: the factors that its producer can hold, and the scaling itself."""
 
     def __init__(self, folding: Folding, prefix: str, block: nn.Module, fold: Fold) -> None:
         self.folding, self.prefix, self.block, self.fold = folding, prefix, block, fold
@@ -186,10 +195,12 @@ class _FoldStep:
         self.largest = self._largest() if self.weight.dim() == 2 else None
 
     def realise(self, factors: Tensor) -> Tensor:
-        """Return the nearest factors that stored weights can stand for.
+        """Return the nearest factors that stored weights can stand for, float32 [channels].
 
-        Of a norm, what its rounded weight gives; of a linear to quantize, any that keeps the scales of its rows above
-        the smallest normal fp16.
+        For a norm these are what its rounded weight gives; for a linear to quantize, any that keep the scales of its
+        rows above the smallest normal fp16.
+
+        factors: float32 [channels].
         """
         if self.largest is not None:
             return torch.minimum(factors, self.largest)
@@ -201,7 +212,7 @@ class _FoldStep:
         return torch.where(usable & ((real / factors).log2().abs() < 1), real, torch.ones_like(real))
 
     def _largest(self) -> Tensor:
-        """Per channel: beyond it the scale of some group of the row, a fifteenth of its range, would be raised."""
+        """Return the largest factor per channel: beyond it some group's scale would be raised to the smallest one."""
         target = self.folding.targets.get(f"{self.prefix}.{self.fold.producer}")
         if target is None:
             return torch.full((self.fold.channels,), float("inf"), device=self.weight.device)
@@ -214,8 +225,11 @@ class _FoldStep:
     def apply(self, factors: Tensor, groups: Sequence[InputGroup]) -> str | None:
         """Scale parameters and statistics; return None, or why nothing was done.
 
-        What stays in 16 bit is rounded to it; if that overflows nothing is done: every parameter is tried first, one at
-        a time, so that no second copy of the consumers is needed.
+        What stays in 16 bit is rounded to it. If any of it overflows nothing is done: every parameter is tried first,
+        one at a time, so that no second copy of the consumers is needed.
+
+        factors: float32 [channels].
+        groups: statistics whose Hessians are scaled, too.
         """
         for name, value in scaled_parameters(self.block, self.fold, factors):
             if not bool(torch.isfinite(self._as_stored(name, value)).all()):

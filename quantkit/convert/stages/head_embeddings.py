@@ -25,7 +25,17 @@ from quantkit.model.skeleton import Weights
 def quantize_head_or_embedding(
     target: Target, result: BlockResult, *, weights: Weights, format: Format, device: torch.device, scales: Scales
 ) -> None:
-    """Quantize one such weight and fill ``result``. Raises NumericsError (NaN, overflow), SourceError (a false tie)."""
+    """Quantize one head or embedding and fill ``result``.
+
+    target: the weight and its scheme.
+    result: gets the packed tensors, the digest and the report.
+    weights: the source's tensors.
+    format: the format that is written.
+    device: where rows are quantized, a few at a time.
+    scales: how ranges are found.
+
+    Raises NumericsError for NaN or overflow, SourceError if a tied matrix is stored twice with different values.
+    """
     q, error = _round(target, weights, device, scales)
     result.digests[target.name] = decision_sha256(q)
     result.parts.update({f"{target.name}.{part}": value for part, value in format.encode(q).items()})
@@ -47,7 +57,7 @@ def quantize_head_or_embedding(
 
 
 def _round(target: Target, weights: Weights, device: torch.device, scales: Scales) -> tuple[QuantTensor, float]:
-    """The quantized weight and its relative error."""
+    """Return the quantized weight and its relative error."""
     name = weights.stored(target.parameter)
     stored = weights.source.read(name)
     twin = second_copy(weights, target)

@@ -1,4 +1,4 @@
-"""Calibrating the KV cache: ranges of one layer after the other, then the bits of every layer."""
+"""KV-cache calibration: the ranges of one layer after the other, then the bits of every layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,20 @@ def calibrate_layer(
     call: BlockArguments,
     notes: list[str],
 ) -> LayerRanges:
-    """One layer's ranges, and with a budget what each width costs (the block runs again, once per width and side)."""
+    """Return one layer's ranges, and with a budget the sensitivity to each bit width.
+
+    With a budget the block runs again, once per bit width and side (keys or values).
+
+    request: scheme and budget of the KV cache.
+    name: the attention module's name in the model.
+    observer: has seen the layer's keys and values.
+    block: the block with the attention module.
+    states: in front of the block, float32 [windows, tokens, hidden] each.
+    call: the block's arguments for a batch.
+    notes: gets a note on tokens that were dropped.
+
+    Raises NumericsError if the observer has no finite keys and values.
+    """
     try:
         ranges = observer.ranges(request.candidates())
     except NumericsError as error:
@@ -49,7 +62,11 @@ def calibrate_layer(
 
 
 def decide_cache(request: CacheRequest, layers: Mapping[str, LayerRanges]) -> KVPlan:
-    """The plan that is stored; with a budget, the best one within it."""
+    """Return the KV-cache plan that is stored; with a budget, the best one within it.
+
+    request: scheme and budget of the KV cache.
+    layers: ranges by name of the attention module.
+    """
     if request.budget is None:
         schemes = dict.fromkeys(layers, request.scheme)
     else:
@@ -66,12 +83,14 @@ def decide_cache(request: CacheRequest, layers: Mapping[str, LayerRanges]) -> KV
 
 
 def most_common(schemes: Sequence[KVScheme]) -> KVScheme:
+    """Return the scheme of most layers; of equally common ones that with most bits."""
     return max(schemes, key=lambda scheme: (schemes.count(scheme), scheme.keys + scheme.values))
 
 
 def engine_scales(plan: KVPlan, stored: Mapping[str, str]) -> dict[str, Tensor]:
     """Name the scales of an fp8 cache as other engines read them: float32 ``[1]`` each, beside the projections.
 
+    plan: the KV-cache plan with the scales of each layer.
     stored: parameter name -> its name in the checkpoint.
     """
     tensors = {}

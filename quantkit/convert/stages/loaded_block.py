@@ -14,10 +14,16 @@ from quantkit.model.skeleton import Blocks, Weights
 
 @contextmanager
 def loaded(weights: Weights, blocks: Blocks, index: int, device: torch.device) -> Iterator[nn.Module]:
-    """Hold the weights of block ``index`` on ``device`` inside the ``with`` statement; yields the block.
+    """Hold the weights of a block on a device inside the ``with`` statement; yield the block.
 
-    Behind it the weights are gone and their memory is free. An error passes through and leaves the block as it is: the
-    job ends with it. Raises NumericsError for NaN or inf among the weights.
+    Afterwards the weights are released and their memory is free. After an error the block stays as it is: the job ends.
+
+    weights: the source's tensors.
+    blocks: the blocks of the model.
+    index: the number of the block.
+    device: where the weights are loaded to.
+
+    Raises NumericsError for NaN or inf among the weights.
     """
     name = blocks.name(index)
     weights.load(name, device)

@@ -1,7 +1,4 @@
-"""The observing stage of the loop.
-
-What is known about each tensor that linears of a block read, and its KV cache's ranges.
-"""
+"""The observing stage of the loop: statistics of every input of the block's linears, and its KV cache's ranges."""
 
 from __future__ import annotations
 
@@ -34,10 +31,19 @@ def observe_block(
 ) -> list[InputGroup]:
     """Collect the statistics of every input of a linear to quantize, in one pass over the calibration text.
 
-    prefix: the block's name in the model. names: linears that read one tensor, by names inside the block. states: in
-    front of the block. original: the states that the original model has there; the pass replaces them by those behind
-    the block. crossed: collect how the two go together. guide: importance weights of tokens. cache: what is asked
-    for the KV cache, and the name of the attention module whose ranges are found in the same pass.
+    prefix: the block's module name in the model.
+    block: float32 weights on the device.
+    names: groups of linears that read one tensor, by names inside the block.
+    states: in front of the block, float32 [windows, tokens, hidden] each.
+    call: the block's arguments for a batch.
+    result: gets the KV cache's ranges and notes.
+    original: the original model's states in front of the block; the pass replaces them by those behind it.
+    crossed: collect the mean of (y - x) xᵀ too, x an input and y the original model's in its place
+        (``InputGroup.cross``).
+    guide: predicts token-importance weights from the hidden state; None to count all tokens alike.
+    cache: scheme of the KV cache and the name of the attention module to calibrate in the same pass; None for neither.
+
+    Raises NumericsError if the statistics of an input or of the KV cache are not finite.
     """
     if not names and cache is None and not original:
         return []
@@ -59,7 +65,17 @@ def observe_block(
 def observe_cache(
     request: CacheRequest, name: str, block: nn.Module, states: list[Tensor], call: BlockArguments, result: BlockResult
 ) -> None:
-    """Find the ranges of one layer's keys and values in a pass of their own. name: of the attention module."""
+    """Find the ranges of one layer's keys and values in a pass of their own.
+
+    request: scheme and budget of the KV cache.
+    name: the attention module's name in the model.
+    block: float32 weights on the device.
+    states: in front of the block, float32 [windows, tokens, hidden] each.
+    call: the block's arguments for a batch.
+    result: gets the ranges and notes.
+
+    Raises NumericsError if there are no finite keys and values.
+    """
     observer = KVObserver()
     observe(block, states, call, [], observer)
     result.kv[name] = calibrate_layer(request, name, observer, block, states, call, result.notes)

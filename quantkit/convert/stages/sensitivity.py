@@ -1,7 +1,8 @@
-"""The sensitivity pass, before anything is quantized: what rounding, channels and tokens mean to the output.
+"""The sensitivity pass: measure, before anything is quantized, how errors change the model's output.
 
-Measured are each choice of bits, each channel of each block's output, and each token: forward through the original
-model, and back, with one block in memory at a time. Hidden states in front of every block wait on the disk.
+It measures the sensitivity to each choice of bits, channel importance of each block's output, and token importance:
+forward through the original model, and back, with one block in memory at a time. Hidden states in front of every
+block are kept on the disk.
 """
 
 from __future__ import annotations
@@ -39,8 +40,15 @@ STEPS = 4  # candidates in the search for ranges: a sixth of what quantizing tri
 class SensitivityPass:
     """The original model on a few calibration windows.
 
-    ids: int64 ``[windows, tokens]``. guided: linears whose tokens get importance weights (module names). folds: the
-    method scales channels where a block lets it.
+    weights: the source's tensors.
+    blocks: the blocks of the model.
+    ids: int64 ``[windows, tokens]``.
+    device: where blocks run.
+    folder: gets the file of hidden states, removed afterwards.
+    seed: of the drawn targets at the output.
+    search: search ranges when rounding, as the method does.
+    guided: module names of linears that get token importance.
+    folds: the method scales channels where a block allows it.
     """
 
     def __init__(
@@ -64,7 +72,14 @@ class SensitivityPass:
         self.draws = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(seed))
 
     def measure(self, units: Sequence[Unit], on_step: OnStep) -> Measured:
-        """All of it. Raises UnsupportedModel for a model that cannot be stepped."""
+        """Measure the sensitivity of every unit, channel importance and token importance.
+
+        units: the units of a bit budget, empty without one.
+        on_step: called with the number of steps done and of all steps.
+
+        Raises UnsupportedModel for a model that cannot run block by block, NumericsError if the file of states is
+        damaged.
+        """
         total = 2 * len(self.blocks)
         with self._outside_loaded():
             states, calls = self._embed()
@@ -92,7 +107,7 @@ class SensitivityPass:
 
     @contextmanager
     def _outside_loaded(self) -> Iterator[None]:
-        """Embeddings, norm and head on the device, as long as the measurement runs."""
+        """Hold embeddings, norm and head on the device while the measurement runs."""
         inside = f"{self.blocks.prefix}."
         for name in self.weights.sources:
             if not name.startswith(inside) and name not in self.weights.tied:
@@ -114,7 +129,7 @@ class SensitivityPass:
 
     @torch.no_grad()
     def _embed(self) -> tuple[list[Tensor], list[BlockArguments]]:
-        """States in front of the first block, ``[1, tokens, hidden]`` each, and the arguments of every block."""
+        """Return states in front of the first block, ``[1, tokens, hidden]`` each, and the arguments of every block."""
         states: list[Tensor] = []
         calls: list[BlockArguments] = []
         for index in range(len(self.ids)):
@@ -136,7 +151,7 @@ class SensitivityPass:
                 states[window] = run_block(block, state, call)
 
     def _kept(self, index: int, window: int, like: Tensor) -> Tensor:
-        """What ``_forward`` kept of a window."""
+        """Read the states of a window that ``_forward`` kept."""
         state = torch.empty(like.shape)  # torch's own memory: products depend in their last bits on how it is aligned
         with open(self.file, "rb") as file:
             file.seek((index * len(self.ids) + window) * like.nbytes)
@@ -145,7 +160,7 @@ class SensitivityPass:
         return state.to(self.device)
 
     def _tail(self, states: list[Tensor], head: bool) -> tuple[list[Tensor], sensitivity.HeadReads | None]:
-        """Gradients at the last block's output, and what the head reads on the last tokens of each window."""
+        """Return gradients at the last block's output, and what the head reads on the last tokens of each window."""
         gradients = [
             sensitivity.tail_gradient(self.model, self.blocks, self._window(i), state, self.draws[i])
             for i, state in enumerate(states)
@@ -185,7 +200,10 @@ class SensitivityPass:
     def _units(
         self, index: int, units: Sequence[Unit], reads: list[sensitivity.Read], like: Tensor
     ) -> dict[tuple[str, ...], list[float]]:
-        """Measure the sensitivity of each option of a block's units. like: a gradient, for the shape of the states."""
+        """Measure the sensitivity of each option of a block's units.
+
+        like: a gradient, for the shape of the states.
+        """
         prefix, block = self.blocks.name(index), self.blocks.modules[index]
         measured = {}
         scaled = self._scaled(index, like) if units and self.folds else {}
@@ -218,7 +236,7 @@ class SensitivityPass:
     def _head_or_embedding(
         self, unit: Unit, gradients: Sequence[Tensor], head: sensitivity.HeadReads | None
     ) -> list[float]:
-        """Head, embeddings, or the matrix that is both: the sum of what it does in each place."""
+        """Measure head, embeddings, or the matrix that is both: the sum over its places."""
         weight = self.model.get_parameter(f"{unit.members[0]}.weight")
         costs = [0.0] * len(unit.options)
         if unit.kind in ("head", "tied"):
@@ -253,10 +271,9 @@ class SensitivityPass:
 def _factors(
     weights: Mapping[str, Tensor], size: Tensor, scaled: Mapping[str, Tensor], scheme: Scheme
 ) -> Tensor | None:
-    """Return what a method multiplies the input channels of linears by that read one tensor.
+    """Return the factors for the input channels of linears that read one tensor, None if the block does not allow any.
 
-    None if the block does not let it. Columns of one channel (query heads that share a value head) have one factor, by
-    the mean of their squares.
+    Columns of one channel (query heads that share a value head) have one factor, by the mean of their squares.
     """
     if not all(name in scaled for name in weights):
         return None
@@ -268,16 +285,18 @@ def _factors(
 
 
 def _middle(unit: Unit) -> Scheme:
-    """The option that is nearest to 4 bits, with the smallest groups: factors are found for it."""
+    """Return the option nearest to 4 bits, with the smallest groups, for which factors are found."""
     schemes = [scheme for scheme in unit.options if scheme is not None]
     return min(schemes, key=lambda s: (abs(s.bits - 4), s.group_size or 1 << 30))
 
 
 @torch.no_grad()
 def rounded(weight: Tensor, scheme: Scheme | None, search: bool) -> Tensor:
-    """Rows of a weight [rows, in] as rounding leaves them, ranges searched in few steps.
+    """Quantize and dequantize rows of a weight.
 
-    None leaves them as they are.
+    weight: [rows, in].
+    scheme: how to round; None returns the weight as it is.
+    search: search ranges in few steps, else take minimum and maximum.
     """
     if scheme is None:
         return weight

@@ -1,4 +1,4 @@
-"""The quantized model as it was written, and what of it learns in the end-to-end pass: scales and norms."""
+"""The quantized model as it was written, and its scales and norms that learn in the end-to-end pass."""
 
 from __future__ import annotations
 
@@ -24,9 +24,14 @@ from quantkit.model.stepper import BlockArguments, forward_block, given
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The quantized model as the blocks' parts hold it, and the original that it came from.
+    """The quantized model as it was written, and the original that it came from.
 
-    targets: quantized weights, by module name of the skeleton. writer: has every tensor that was written.
+    weights: the source's tensors.
+    blocks: the blocks of the model.
+    targets: quantized weights, by module name of the skeleton.
+    format: the format that was written.
+    device: where blocks run.
+    writer: has every tensor that was written.
     """
 
     weights: Weights
@@ -42,7 +47,7 @@ class Written:
         return self.weights.model
 
     def head_embeddings(self) -> list[Target]:
-        """Head and embeddings that are quantized."""
+        """Return the quantized weights outside the blocks: head and embeddings."""
         return head_embeddings(self.targets)
 
 
@@ -54,12 +59,13 @@ class LearnedBlock:
     norms: dict[str, LearnedNorm] = field(default_factory=dict)
 
     def learned(self) -> Iterator[nn.Parameter]:
+        """Yield the block's parameters that learn, always in the same order."""
         yield from (learner.delta for learner in self.scales.values())
         yield from (learner.delta for learner in self.norms.values())
 
 
 class Student:
-    """The quantized model as it was written, one block at a time, and what of it learns."""
+    """The quantized model as it was written, one block at a time, with scales and norms that learn."""
 
     def __init__(self, written: Written) -> None:
         self.written, self.writer = written, written.writer
@@ -78,11 +84,16 @@ class Student:
         }
 
     def parameters(self) -> list[nn.Parameter]:
-        """Everything that learns, always in the same order."""
+        """Return everything that learns, always in the same order."""
         return [p for block in self.blocks for p in block.learned()] + [norm.delta for norm in self.norms.values()]
 
     def forward(self, index: int, hidden: Tensor, call: BlockArguments) -> Tensor:
-        """One block, recording where the caller does."""
+        """Run one block on the learned scales and norms, with gradients if the caller enabled them.
+
+        index: the number of the block.
+        hidden: [windows, tokens, hidden].
+        call: the block's arguments for these windows.
+        """
         block, values = self.blocks[index], {}
         for name, stored in self._values(index).items():
             if isinstance(stored, QuantTensor):
@@ -93,11 +104,11 @@ class Student:
             return forward_block(self.written.blocks.modules[index], hidden, call)
 
     def head_embedding_weights(self) -> dict[str, Tensor]:
-        """Head and embeddings that are quantized, dequantized, by parameter name."""
+        """Return quantized head and embeddings, dequantized to float32, by parameter name."""
         return {t.parameter: self._dequantized(t) for t in self.written.head_embeddings()}
 
     def _dequantized(self, target: Target) -> Tensor:
-        """Float32 ``[out, in]``, a few rows at a time.
+        """Dequantize to float32 ``[out, in]``, a few rows at a time.
 
         The temporaries of a vocabulary's rows would be three times as large.
         """
@@ -110,7 +121,7 @@ class Student:
         return weight
 
     def round_(self) -> None:
-        """Let scales and norms be what will be stored."""
+        """Round learned scales and norms to their stored dtype."""
         for index, block in enumerate(self.blocks):
             for name, scales in block.scales.items():
                 scales.round_(self.targets[f"{self.written.blocks.name(index)}.{name}"].scheme)
@@ -120,7 +131,10 @@ class Student:
             norm.round_()
 
     def collect(self, result: BlockResult) -> None:
-        """What is stored differently now."""
+        """Add every tensor that differs from the written one to ``result``.
+
+        result: gets the parts and digests.
+        """
         for index, block in enumerate(self.blocks):
             values, prefix = self._values(index), self.written.blocks.name(index)
             for name, scales in block.scales.items():
@@ -149,7 +163,7 @@ class Student:
         return block
 
     def _values(self, index: int) -> dict[str, QuantTensor | Tensor]:
-        """Every parameter of a block as it was written, on the device: quantized ones as codes, others in float32."""
+        """Return every written parameter of a block on the device: quantized ones as codes, others in float32."""
         if self._held is not None and index in self._held:
             return self._held[index]
         prefix, values = self.written.blocks.name(index), {}
@@ -177,8 +191,11 @@ class Student:
 
 
 def is_norm(root: nn.Module, parameter: str) -> bool:
-    """By the name of its module's class, as every architecture here has it.
+    """Tell whether a parameter belongs to a norm, by the name of its module's class.
 
-    A router's bias or an attention sink is a vector, too, and stays.
+    A router's bias or an attention sink is a vector, too, and does not learn.
+
+    root: the module that the name is relative to.
+    parameter: its name inside ``root``.
     """
     return "norm" in type(root.get_submodule(parameter.rpartition(".")[0])).__name__.lower()

@@ -1,4 +1,4 @@
-"""The learning stage of the loop: all linears of a solved block together, against what the original block gives."""
+"""The learning stage of the loop: all linears of a solved block together, until its output is the original block's."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ SIGN_STEP_TOKENS = 2048  # that a step learns from: half as many steps of these 
 class TuneInputs:
     """What a block learns from: batches float32 ``[windows, tokens, hidden]``, on the host.
 
-    inputs: states in front of the block, behind the quantized blocks. targets: what the original model has behind it.
-    channels: float32 [hidden], importance of each channel of the block's output. call: its arguments for one window.
+    inputs: states in front of the block, behind the quantized blocks.
+    targets: the original model's states behind the block.
+    channels: float32 [hidden], importance of each channel of the block's output.
+    call: its arguments for one window.
     """
 
     inputs: Sequence[Tensor]
@@ -34,7 +36,13 @@ class TuneInputs:
 def tune_block(
     options: ConvertOptions, block: nn.Module, start: Mapping[str, QuantTensor], learn_from: TuneInputs
 ) -> Tuned:
-    """Learn codes and scales of the linears in ``start``: names inside the block, whose weights are unrounded."""
+    """Learn codes and scales of a block's linears.
+
+    options: number of steps and seed.
+    block: unrounded float32 weights on the device.
+    start: the solution of each linear to start from, by name inside the block.
+    learn_from: states in front of and behind the block.
+    """
 
     def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         with given(block, {f"{name}.weight": weight for name, weight in weights.items()}):
@@ -56,5 +64,5 @@ def tune_block(
 
 
 def _windows(states: Sequence[Tensor]) -> list[Tensor]:
-    """Each window ``[1, tokens, hidden]``, not copied."""
+    """Split states into windows ``[1, tokens, hidden]``, without copying."""
     return [window for state in states for window in torch.split(state, 1)]
