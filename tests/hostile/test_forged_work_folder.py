@@ -403,7 +403,7 @@ def test_any_field_of_a_finished_job_may_be_forged(finished_job: Stopped) -> Non
     def read() -> None:
         found = read_job(finished_job.work)
         if found is not None and found["finished"] is not None:
-            report = ConvertReport(Path("out"), "rtn", "native", "", 16)
+            report = ConvertReport(out=Path("out"), method="rtn", format="native", scheme="", kv_bits=16)
             report.restore(found["finished"], path)
             report.table()
             report.to_json()
