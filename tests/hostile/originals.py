@@ -63,6 +63,8 @@ def _converted(folder: Path) -> None:
     convert(folder / "float", folder / "native", method="rtn", format="native", kv_bits=8, kv_scales="static", **common)
     convert(folder / "float", folder / "gptq", method="rtn", format="gptq", group_size=16)
     convert(folder / "float", folder / "compressed", method="rtn", format="compressed-tensors", group_size=16)
+    shutil.copytree(folder / "float", folder / "plan")
+    convert(folder / "float", folder / "repack", method="rtn", format="native", group_size=16, symmetric=False)
     config = json.loads((folder / "gptq" / "config.json").read_text())
     old = shutil.copytree(folder / "gptq", folder / "old-gptq")
     del config["quantization_config"]  # older folders say it in quantize_config.json alone

@@ -17,8 +17,12 @@ import quantkit as package
 
 # file -> (kind of its content, who reads it, how many of a hundred inputs)
 FILES: dict[str, tuple[str, str, float]] = {
-    "float/config.json": ("json", "folder", 14),
-    "float/generation_config.json": ("json", "folder", 5),
+    "float/config.json": ("json", "folder", 11),
+    "float/generation_config.json": ("json", "folder", 3),
+    "plan/config.json": ("json", "plan", 3),
+    "plan/generation_config.json": ("json", "plan", 2),
+    "repack/quantkit.json": ("json", "plan", 2),
+    "repack/config.json": ("json", "plan", 2),
     "float/tokenizer.json": ("json", "tokenizer", 14),
     "float/tokenizer_config.json": ("json", "tokenizer", 8),
     "float/chat_template.jinja": ("bytes", "tokenizer", 4),
@@ -79,6 +83,14 @@ def folder(path: Path) -> None:
     model.encode("The history")
 
 
+def plan(path: Path) -> None:
+    """As ``convert --dry-run`` does, from an original and from a quantized folder (repack)."""
+    from quantkit.convert.api import plan_request
+
+    options: dict[str, Any] = {"format": "gptq"} if path.parent.name == "repack" else {"method": "rtn"}
+    plan_request(path.parent, path.parents[1] / "planned", **options)
+
+
 def tokenizer(path: Path) -> None:
     """As ``generate`` and ``convert`` do."""
     from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer, wants_bos
@@ -130,9 +142,10 @@ def job(path: Path) -> None:
 
 
 READERS: dict[str, Callable[[Path], None]] = {
-    "folder": folder, "tokenizer": tokenizer, "gguf": gguf, "text": text, "job": job,
+    "folder": folder, "plan": plan, "tokenizer": tokenizer, "gguf": gguf, "text": text, "job": job,
 }  # fmt: skip
 
+PICKLED = ("numba.", "quantkit.runtime.kernels.numba.", "builtins", "numpy")  # what numba keeps of compiled kernels
 outside: list[str] = []
 _watched: list[Path] = []
 
@@ -155,7 +168,9 @@ def _watch(scratch: Path) -> None:
             # A relative name is one of a folder that rmtree holds open, and was asked about when it was opened.
             if os.path.isabs(str(arguments[0])) and not str(arguments[0]).startswith(allowed):
                 outside.append(f"{event} {arguments[0]}")
-        elif event in ("os.system", "os.exec", "socket.connect", "socket.getaddrinfo", "pickle.find_class"):
+        elif event in ("os.system", "os.exec", "socket.connect", "socket.getaddrinfo"):
+            outside.append(f"{event} {str(arguments)[:200]}")
+        elif event == "pickle.find_class" and not str(arguments[0]).startswith(PICKLED):
             outside.append(f"{event} {str(arguments)[:200]}")
         elif event == "subprocess.Popen" and "limited_worker.py" not in str(arguments[1]):
             outside.append(f"starts {arguments[1]}")

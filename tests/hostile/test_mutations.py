@@ -28,7 +28,6 @@ MODULES = (
     "quantkit.checkpoint.texts",
     "hostile.readers",
 )
-WAITING = ("folder", "gguf", "job")  # readers that are not ready for it yet
 FRESH = 1000  # inputs for one child: what its heap has lost to fragments should not count as an input's memory
 
 
@@ -48,8 +47,6 @@ def run(originals: Originals, numbers: range, seed: int) -> tuple[Counter[str], 
     child, counts, wrong = Limited(*MODULES), Counter[str](), list[str]()
     try:
         for done, number in enumerate(numbers):
-            if FILES[draw(str(originals[0]), seed, number)[0]][1] in WAITING:
-                continue
             if done % FRESH == FRESH - 1:
                 child.close()
             outcome = _read(child, originals, seed, number)
