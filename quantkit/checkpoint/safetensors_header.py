@@ -78,15 +78,16 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, .
         raise SourceError(f"{where}: its header entry is {shown(entry)}, not an object. Download the file again.")
     shape = field(entry, "shape", _SHAPE, where)
     begin, end = _pair(where, field(entry, "data_offsets", _OFFSETS, where))
-    if entry.get("dtype") not in DTYPES:
-        raise SourceError(f"{where} has dtype {shown(entry.get('dtype'))}, which quantkit does not read.")
-    dtype = DTYPES[entry["dtype"]]
+    kind = entry.get("dtype")
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise SourceError(f"{where} has dtype {shown(kind)}, which quantkit does not read.")
+    dtype = DTYPES[kind]
     if len(shape) > MOST_DIMENSIONS:
         raise SourceError(f"{where} has {len(shape)} dimensions, more than any weight. Download the file again.")
     wanted = math.prod(shape) * dtype.itemsize
     if end - begin != wanted:
         raise SourceError(
-            f"{where}: data_offsets hold {end - begin} bytes, its shape {shape} in {entry['dtype']} needs {wanted}."
+            f"{where}: data_offsets hold {end - begin} bytes, its shape {shape} in {kind} needs {wanted}."
             " Download the file again."
         )
     return dtype, tuple(shape), begin

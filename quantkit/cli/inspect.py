@@ -173,7 +173,7 @@ def _quantized(source: Any) -> dict[str, Any]:
     kinds = [reader.scheme(name) for name in reader.modules]
     schemes = Counter(scheme if isinstance(scheme, str) else scheme.describe() for scheme in kinds)
     return {
-        "model_type": source.config["model_type"],
+        "model_type": source.config.get("model_type", "unknown"),
         "quant_method": (source.quantization() or {})["quant_method"],
         "format": reader.format,
         "schemes": dict(schemes.most_common()),

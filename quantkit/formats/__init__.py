@@ -44,12 +44,12 @@ def writer_format(name: str) -> Format:
 def reader_format(config: Mapping[str, Any]) -> Reader:
     """Return the format that reads a ``quantization_config``. Raises CheckpointError for a method that is not read."""
     method = config.get("quant_method")
-    if method not in READABLE:
+    if not isinstance(method, str) or method not in READABLE:
         raise CheckpointError(
             f"quantization_config says quant_method {method!r}, which quantkit does not read. Readable:"
             f" {', '.join(READABLE)}."
         )
-    form: Reader = FORMATS[READABLE[str(method)]]
+    form: Reader = FORMATS[READABLE[method]]
     return form
 
 

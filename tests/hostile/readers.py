@@ -145,7 +145,13 @@ READERS: dict[str, Callable[[Path], None]] = {
     "folder": folder, "plan": plan, "tokenizer": tokenizer, "gguf": gguf, "text": text, "job": job,
 }  # fmt: skip
 
-PICKLED = ("numba.", "quantkit.runtime.kernels.numba.", "builtins", "numpy")  # what numba keeps of compiled kernels
+PICKLED = (
+    "numba.",
+    "quantkit.runtime.kernels.numba.",
+    "builtins",
+    "numpy",
+    "copyreg",
+)  # what numba keeps of compiled kernels
 outside: list[str] = []
 _watched: list[Path] = []
 
@@ -168,9 +174,9 @@ def _watch(scratch: Path) -> None:
             # A relative name is one of a folder that rmtree holds open, and was asked about when it was opened.
             if os.path.isabs(str(arguments[0])) and not str(arguments[0]).startswith(allowed):
                 outside.append(f"{event} {arguments[0]}")
-        elif event in ("os.system", "os.exec", "socket.connect", "socket.getaddrinfo"):
-            outside.append(f"{event} {str(arguments)[:200]}")
-        elif event == "pickle.find_class" and not str(arguments[0]).startswith(PICKLED):
+        elif event in ("os.system", "os.exec", "socket.connect", "socket.getaddrinfo") or (
+            event == "pickle.find_class" and not str(arguments[0]).startswith(PICKLED)
+        ):
             outside.append(f"{event} {str(arguments)[:200]}")
         elif event == "subprocess.Popen" and "limited_worker.py" not in str(arguments[1]):
             outside.append(f"starts {arguments[1]}")
