@@ -25,6 +25,8 @@ from quantkit.checkpoint.storage.links import refuse_link_out, refuse_links_out
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import NumericsError, SourceError
 
+LONGEST_NAME = 255  # bytes of a file's name
+
 # How weight files may be called. The native format has a name of its own, so that plain transformers, which only warns
 # about
 # a quant_method it does not know, finds no weights and stops, instead of running random ones.
@@ -234,7 +236,8 @@ def _indexed(path: Path, index: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise SourceError(f"{index}: has no weight_map. Download it again.")
     for file in sorted(set(files.values())):
-        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
+        bad = any(letter in file for letter in "/\\\0") or len(file.encode()) > LONGEST_NAME
+        if bad or file in ("", ".", ".."):
             raise SourceError(
                 f"{index}: weight_map names {shown(file)}, which is no file of this folder. Download it again."
             )

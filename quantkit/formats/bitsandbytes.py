@@ -101,8 +101,11 @@ def _four_bit(parts: Mapping[str, Tensor]) -> BlockTensor:
             nested_block, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
         else:
             nested_block, offset = 0, 0.0
-    except (ValueError, KeyError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{state_name} does not describe a 4-bit matrix ({error!r})") from error
+        if min(rows, cols, block) < 1 or nested_block < int(NESTED[0] in parts) or not math.isfinite(offset):
+            raise ValueError(f"shape {[rows, cols]}, blocks of {block} and {nested_block}, offset {offset}")
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CheckpointError(f"{state_name} does not describe a 4-bit matrix ({reason})") from error
     raw = {name: tensor for name, tensor in parts.items() if name != state_name}
     packed, blocks = raw["weight"], math.ceil(rows * cols / block)
     if (

@@ -305,6 +305,6 @@ def read_manifest(source: Source) -> dict[str, Any]:
     path = source.path / "quantkit.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}). Remove it to repack without its history.") from error
     return data if isinstance(data, dict) else {}

@@ -104,6 +104,13 @@ def test_modules_are_found_by_their_state_tensors():
         {"weight.absmax": torch.ones(3)},
         {"weight.quant_state.bitsandbytes__nf4": torch.tensor([123], dtype=torch.uint8)},
         {"weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4")},
+        {"weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4", blocksize=0, shape=[2, 64])},
+        {"weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4", blocksize=-64, shape=[2, 64])},
+        {"weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4", blocksize=[64], shape=[2, 64])},
+        {"weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4", blocksize=64, shape=[2, float("inf")])},
+        {"weight.quant_state.bitsandbytes__nf4": state(quant_type="nf4", blocksize=64, shape=5)},
+        {"weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(b"[" * 100_000), dtype=torch.uint8)},
+        {"weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(b"[1]"), dtype=torch.uint8)},
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes):
