@@ -1,7 +1,7 @@
 """``make demo``: a real model from 16 to 4 bits: size, what it cost, and text that it writes.
 
-Uses only the command line that any user has. Calibrates on 32 windows of 512 tokens, so that it stays short; the figures
-in the README come from longer runs.
+Uses only the command line that any user has. Calibrates on 32 windows of 512 tokens, so that it stays short; the
+figures in the README come from longer runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def main() -> None:
     manifest = json.loads((Path(model) / "quantkit.json").read_text())
     size = sum(file.stat().st_size for file in Path(model).iterdir())
     print(
-        f"\nDone in {time.perf_counter() - started:.0f} s. {model}: {size / 1e6:.1f} MB, {len(manifest['layers'])} linears quantized."
+        f"\nDone in {time.perf_counter() - started:.0f} s. {model}: {size / 1e6:.1f} MB, "
+        f"{len(manifest['layers'])} linears quantized."
     )
     print("compressed-tensors is the home format of vLLM; transformers loads it too, and here: quantkit.load(...)")
 

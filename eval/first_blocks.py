@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""A trial of a method in minutes: quantize a model's first blocks, leave the others, and take the KL of the whole model.
+"""Try a method in minutes: quantize a model's first blocks, leave the others, take the KL of the whole model.
 
-    python eval/first_blocks.py MODEL --blocks 8 --set method=tune --set group_size=64 --set samples=48 --set seq_len=512 --set tune_steps=40
+    python eval/first_blocks.py MODEL --blocks 8 --set method=tune --set group_size=64 --set samples=48 \\
+        --set seq_len=512 --set tune_steps=40
     python eval/first_blocks.py MODEL --blocks 8 ... --channels alike     # what ADR 018 compares with
 
-What is set are options of ``quantkit.convert``. MODEL has to fit in memory twice, in float32. The KL is that of some windows of evaluation text; nothing
-is written but the work folder, which goes, and with --out the figures.
+What is set are options of ``quantkit.convert``. MODEL has to fit in memory twice, in float32. The KL is that of some
+windows of evaluation text; nothing is written but the work folder, which goes, and with --out the figures.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class _Enough(Exception):
 def first_blocks(
     model: str, blocks: int, options: dict[str, Any], alike: bool
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, float]], float]:
-    """What stands in the first blocks after they were quantized, by block and parameter; what learning did in each; seconds a block."""
+    """What stands in the first blocks after they were quantized, by block and parameter.
+
+    Also what learning did in each, and seconds a block.
+    """
     found: dict[str, dict[str, Tensor]] = {}
     learned: dict[str, dict[str, float]] = {}
     times: list[float] = []
@@ -130,8 +134,9 @@ def main() -> None:
     kl = divergences(asked.model, blocks, asked.windows, asked.data, asked.seq_len)
     result = {
         "model": Path(asked.model).name, "blocks": len(blocks), "options": options, "channels": asked.channels,
-        "kl_mean": float(kl.mean()), "kl_stderr": float(kl.std() / len(kl) ** 0.5), "windows": asked.windows, "seq_len": asked.seq_len, "data": asked.data,
-        "seconds_per_block": round(seconds, 1), "learned": learned, "hardware": hardware(), "versions": versions(),
+        "kl_mean": float(kl.mean()), "kl_stderr": float(kl.std() / len(kl) ** 0.5), "windows": asked.windows,
+        "seq_len": asked.seq_len, "data": asked.data, "seconds_per_block": round(seconds, 1), "learned": learned,
+        "hardware": hardware(), "versions": versions(),
     }  # fmt: skip
     text = json.dumps(result, indent=2) + "\n"
     if asked.out is not None:

@@ -53,7 +53,10 @@ class ForeignCache:
         self._exact: States | None = None
 
     def options(self, own: dict[str, Any]) -> list[str]:
-        """What run_kv.py must be told of the evaluation. own: options of the row, of which it may have ``planted_fact``."""
+        """What run_kv.py must be told of the evaluation.
+
+        own: options of the row, of which it may have ``planted_fact``.
+        """
         planted = own.get("planted_fact", self._planted)
         flags = [word for name, value in self._cut.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         return [*flags, "--planted-fact"] if planted else flags

@@ -2,8 +2,9 @@
 
     python eval/kv_memory.py          the two tables of docs/kv.md, as Markdown (eval/results_table.py puts them there)
 
-Sizes of caches are those of ``KVScheme.cache_bytes``: packed pages with their scales, the newest tokens and the first ones at 16 bits. The weights are
-counted at 4.5 bits (4 bits, groups of 64, a 16-bit scale and zero), embedding and head at 16. 10 % of the memory are left to everything else.
+Sizes of caches are those of ``KVScheme.cache_bytes``: packed pages with their scales, the newest tokens and the first
+ones at 16 bits. The weights are counted at 4.5 bits (4 bits, groups of 64, a 16-bit scale and zero), embedding and head
+at 16. 10 % of the memory are left to everything else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ WEIGHT_BITS = 4.5
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's published configuration. parameters: all; dense: of them, those in embedding and head. context: tokens it was made for."""
+    """A model's published configuration.
+
+    parameters: all; dense: of them, those in embedding and head.
+    context: tokens it was made for.
+    """
 
     name: str
     layers: int

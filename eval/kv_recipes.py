@@ -1,11 +1,14 @@
-"""What rounding keys and values costs, recipe by recipe, before one is built: KL against the exact cache, inside attention.
+"""What rounding keys and values costs, recipe by recipe, before one is built: KL against the exact cache.
+
+Rounding happens inside attention.
 
     python eval/kv_recipes.py --model smollm2-135m --context 4096 --out eval/results/kv_recipes-smollm2-135m.json
     python eval/kv_recipes.py --only 'kivi*' --context 1024
 
-One pass over each window; every query sees rounded keys and values except those of the newest ``recent`` tokens and of the first ``first`` ones, which
-are exact, as a cache with a tail and sinks in 16 bits would have them. Keys that share a scale along tokens are rounded when their tile has left
-the tail. Scales and minima are rounded to fp16 and counted: ``bits`` is per number, the exact tokens left out. KL over 768 positions per window.
+One pass over each window; every query sees rounded keys and values except those of the newest ``recent`` tokens and of
+the first ``first`` ones, which are exact, as a cache with a tail and sinks in 16 bits would have them. Keys that share
+a scale along tokens are rounded when their tile has left the tail. Scales and minima are rounded to fp16 and counted:
+``bits`` is per number, the exact tokens left out. KL over 768 positions per window.
 """
 
 from __future__ import annotations
@@ -32,9 +35,15 @@ SHRINK = (0.9, 0.8, 0.7)
 
 @dataclass(frozen=True)
 class Side:
-    """How keys or values are rounded. along: "channel" (one scale per channel over ``group`` tokens), "token" (per token over ``group``
-    channels) or "static" (one scale per channel from other text, clipped where the mean squared error is least). rotate: a Hadamard rotation of the head first. search: the group's range is shrunk from either end where that costs less.
-    early: keys before rotary. mean: each channel's mean over the first 512 tokens is taken off first."""
+    """How keys or values are rounded.
+
+    along: "channel" (one scale per channel over ``group`` tokens), "token" (per token over ``group`` channels) or
+        "static" (one scale per channel from other text, clipped where the mean squared error is least).
+    rotate: a Hadamard rotation of the head first.
+    search: the group's range is shrunk from either end where that costs less.
+    early: keys before rotary.
+    mean: each channel's mean over the first 512 tokens is taken off first.
+    """
 
     bits: int = 16
     along: str = "token"
@@ -151,7 +160,10 @@ def half_turn(x: Tensor) -> Tensor:
 
 
 def with_static_scales(x: Tensor, bits: int, sample: Tensor) -> Tensor:
-    """One scale and minimum per channel, those that round ``sample [heads, tokens, dim]`` with the least squared error."""
+    """One scale and minimum per channel: those that round ``sample`` with the least squared error.
+
+    sample: ``[heads, tokens, dim]``.
+    """
     low, high = sample.amin(1, keepdim=True), sample.amax(1, keepdim=True)
     top, best = (1 << bits) - 1, torch.full_like(low, torch.inf)
     chosen = [low, high]
@@ -172,7 +184,10 @@ def with_static_scales(x: Tensor, bits: int, sample: Tensor) -> Tensor:
 
 
 def stored(x: Tensor, side: Side, angles: tuple[Tensor, Tensor], sample: Tensor) -> Tensor:
-    """``[batch, heads, tokens, dim]`` as a cache would give it back. sample: of another text, ``[heads, tokens, dim]``."""
+    """``[batch, heads, tokens, dim]`` as a cache would give it back.
+
+    sample: of another text, ``[heads, tokens, dim]``.
+    """
     if side.bits == 16:
         return x
     if side.along == "static":

@@ -1,4 +1,6 @@
-"""What a step of `--method tune` takes in float32 and with `--matmul-precision bf16`, side by side: one block of a model, 2,048 tokens a step.
+"""What a step of `--method tune` takes in float32 and with `--matmul-precision bf16`, side by side.
+
+Measured on one block of a model, 2,048 tokens a step.
 
     python eval/learning_step.py MODEL [--threads 1]    # writes eval/results/learning_step.json
 

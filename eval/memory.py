@@ -1,4 +1,4 @@
-"""Peak host memory of a conversion against what its plan predicted; and that it does not grow with the number of layers.
+"""Peak host memory of a conversion against what its plan predicted; that it does not grow with the number of layers.
 
     python eval/memory.py            writes eval/results/memory.json, exit code 1 if a ratio leaves 0.8 .. 1.25
 
@@ -81,12 +81,14 @@ def main() -> None:
             ratio = report["peak_host_bytes"] / report["predicted_host_bytes"]
             rows.append(
                 {
-                    "model": label, "options": [Path(option).name for option in options], "peak_host_bytes": report["peak_host_bytes"],
+                    "model": label, "options": [Path(option).name for option in options],
+                    "peak_host_bytes": report["peak_host_bytes"],
                     "predicted_host_bytes": report["predicted_host_bytes"], "ratio": round(ratio, 3),
                 }
             )  # fmt: skip
             print(
-                f"{label:<24} peak {report['peak_host_bytes'] / 1e6:7.0f} MB  predicted {report['predicted_host_bytes'] / 1e6:7.0f} MB  ratio {ratio:.2f}",
+                f"{label:<24} peak {report['peak_host_bytes'] / 1e6:7.0f} MB  "
+                f"predicted {report['predicted_host_bytes'] / 1e6:7.0f} MB  ratio {ratio:.2f}",
                 flush=True,
             )
     growth = rows[-1]["peak_host_bytes"] / rows[-2]["peak_host_bytes"] - 1

@@ -1,7 +1,7 @@
 """Do two versions of quantkit write the same bytes? Convert one model in many ways and hash every file of every output.
 
     python eval/output_bytes.py --save before.json       # with the old code
-    python eval/output_bytes.py --against before.json    # with the new code, on the same machine, with the same libraries
+    python eval/output_bytes.py --against before.json    # with the new code, same machine, same libraries
 
 Codes depend on the order of floating-point sums, so both runs need the same processor, number of threads and versions.
 The calibration is tiny: what is compared is bytes, not quality. Exit code 1 if a file differs, is missing or is new.

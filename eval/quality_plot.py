@@ -1,10 +1,13 @@
-"""KL against bits per weight, from eval/results/*.json: one panel for each model, one line for each method of quantkit and each peer.
+"""KL against bits per weight, from eval/results/*.json.
+
+One panel for each model, one line for each method of quantkit and each peer.
 
 python eval/quality_plot.py            write eval/results/quality.svg
 python eval/quality_plot.py --png OUT  a PNG instead, to look at
 
-Needs matplotlib (``pip install quantkit[report]``). Shown are rows with a 16-bit cache, the text and protocol of the tables (24 windows of 1024) and at most 5.6 bits; of
-several rows of one line with the same bits (more calibration text, another seed) the one with the least KL.
+Needs matplotlib (``pip install quantkit[report]``). Shown are rows with a 16-bit cache, the text and protocol of the
+tables (24 windows of 1024) and at most 5.6 bits; of several rows of one line with the same bits (more calibration text,
+another seed) the one with the least KL.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ MARKERS = "osD^v<>PX*hdp"  # one more than colours: no two of the first 156 line
 
 
 def points(folder: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Model -> series -> (bits per quantized weight, mean KL in nats), in order of bits. Other seeds than the first are left out: peers have one."""
+    """Model -> series -> (bits per quantized weight, mean KL in nats), in order of bits.
+
+    Other seeds than the first are left out: peers have one.
+    """
     found: dict[str, dict[str, dict[float, float]]] = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -88,8 +94,9 @@ def draw(found: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], out: 
                 peer = not key.startswith("quantkit")
                 colour = COLOURS[index % len(COLOURS)]
                 axis.plot(
-                    bits, kl, marker=MARKERS[index % len(MARKERS)], color=colour, label=key, linestyle="--" if peer else "-",
-                    markerfacecolor="white" if peer else colour, linewidth=1.2, markersize=6,
+                    bits, kl, marker=MARKERS[index % len(MARKERS)], color=colour, label=key,
+                    linestyle="--" if peer else "-", markerfacecolor="white" if peer else colour, linewidth=1.2,
+                    markersize=6,
                 )  # fmt: skip
         axis.set_yscale("log")
         axis.set_title(model)

@@ -119,8 +119,8 @@ def render_caches(results: Results) -> str:
             change = math.expm1(got["delta_ln_ppl"])
             lines.append(
                 [
-                    row["model"], row["label"], f"{got['kv_bits_per_number']:.3f}", f"{got['perplexity']:.3f}", f"{100 * change:+.2f} %",
-                    f"{got['kl_mean']:.5f}", f"{100 * got['top1_agreement']:.1f} %",
+                    row["model"], row["label"], f"{got['kv_bits_per_number']:.3f}", f"{got['perplexity']:.3f}",
+                    f"{100 * change:+.2f} %", f"{got['kl_mean']:.5f}", f"{100 * got['top1_agreement']:.1f} %",
                 ]
             )  # fmt: skip
     return markdown(KV_HEAD, lines)
@@ -196,7 +196,10 @@ LADDER_HEAD = ["model", "made by", "bits / weight", "perplexity", "KL (nats)", "
 
 
 def render_ladder(results: Results) -> str:
-    """Rows by model and KL, without the original, with the bits of the quantized weights and the memory that quantizing took, where it was measured."""
+    """Rows by model and KL, without the original.
+
+    Each has the bits of the quantized weights and, where it was measured, the memory that quantizing took.
+    """
     peak = {row["id"]: (result.get("quantization") or {}).get("peak_host_bytes") for row, result in results}
     lines = []
     for _, rows in kv_order(results):
@@ -205,7 +208,8 @@ def render_ladder(results: Results) -> str:
             lines.append(
                 [
                     row["model"], row["label"], f"{got['bits_per_weight']:.3f}", f"{got['perplexity']:.2f}",
-                    f"{got['kl_mean']:.4f} ± {got['kl_stderr']:.4f}", f"{100 * got['top1_agreement']:.1f} %", f"{memory / 1e9:.2f} GB" if memory else "",
+                    f"{got['kl_mean']:.4f} ± {got['kl_stderr']:.4f}", f"{100 * got['top1_agreement']:.1f} %",
+                    f"{memory / 1e9:.2f} GB" if memory else "",
                 ]
             )  # fmt: skip
     return markdown([*LADDER_HEAD, "peak memory"], lines)
@@ -235,8 +239,11 @@ def render_times(results: Results) -> str:
 
 
 def quality_tables() -> dict[str, str]:
-    """Every table of docs/quality.md: the main suite, the peers, the presets beside each other, seeds one by one, the same
-    models on another text, llama.cpp's mixes, times."""
+    """Every table of docs/quality.md, by its name.
+
+    The main suite, the peers, the presets beside each other, seeds one by one, the same models on another text,
+    llama.cpp's mixes, times.
+    """
     ladder = load_results("weights")
     peers = [*load_results("peers-quick"), *load_results("peers")]
     return {
@@ -329,10 +336,15 @@ def render_short(results: Results) -> str:
     """A few rows of the ladder, by model, then by KL. Raises KeyError for a row without a result."""
     by_id = {row["id"]: (row, result) for row, result in results}
     lines = [
-        [row["model"], row["label"], f"{figures['bits_per_weight']:.3f}", f"{figures['kl_mean']:.4f} ± {figures['kl_stderr']:.4f}"]
+        [
+            row["model"],
+            row["label"],
+            f"{figures['bits_per_weight']:.3f}",
+            f"{figures['kl_mean']:.4f} ± {figures['kl_stderr']:.4f}",
+        ]
         for _, rows in kv_order([by_id[name] for name in SHORT])
         for row, figures in rows
-    ]  # fmt: skip
+    ]
     return markdown(["model", "made by", "bits / weight", "KL (nats)"], lines)
 
 

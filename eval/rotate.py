@@ -3,8 +3,8 @@
 
     python eval/rotate.py build/eval/twins/smollm2-135m OUT [--seed 0]
 
-How and why: quantkit/model/rotate.py. Written as float32, so that the logits of the whole model show that nothing else happened (checked before
-anything is written: largest change printed).
+How and why: quantkit/model/rotate.py. Written as float32, so that the logits of the whole model show that nothing else
+happened (checked before anything is written: largest change printed).
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def probe(model: Any) -> Tensor:
 
 
 def rotate(folder: Path, out: Path, seed: int) -> float:
-    """Write the rotated model to ``out``; the largest change of a logit. Raises UnsupportedModel, also where it is too large."""
+    """Write the rotated model to ``out``; the largest change of a logit.
+
+    Raises UnsupportedModel, also where that change is too large.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = RotatedSource(open_source(folder), seed)

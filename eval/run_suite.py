@@ -5,8 +5,9 @@
     python eval/run_suite.py --list                           what is there, what is missing, what is out of range
 
 Stops and resumes anywhere: a row's JSON is written when the row is done, under its final name at once. A row whose
-definition has changed counts as missing. Rows of one model share the original's hidden states. Twins and quantized models
-are kept in --work (default build/eval); delete it at will. Exit code 1 when a figure lies outside its expected range.
+definition has changed counts as missing. Rows of one model share the original's hidden states. Twins and quantized
+models are kept in --work (default build/eval); delete it at will. Exit code 1 when a figure lies outside its expected
+range.
 """
 
 from __future__ import annotations

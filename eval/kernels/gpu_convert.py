@@ -20,9 +20,9 @@ Operations of a block, T = 262,144 tokens (K, N the sides of its linears, 218 M 
     columns   N K^2, and 512 a weight in the column kernel               0.16e13
 
 32 blocks: 9.3e15 float32 operations, 169 s at the 55 TFLOP/s that float32 reaches on an H200 without TF32: the target
-of 180 s leaves 11 s for all the rest. As six bf16 products each (``calibrate/matmul_precision.py``) the first three lines take
-83 s at 650 TFLOP/s, as three 42 s (other codes: see there). States travel 3 x 4.3 GB a block, 0.26 s of PCIe 5 behind
-at least 1 s of arithmetic.
+of 180 s leaves 11 s for all the rest. As six bf16 products each (``calibrate/matmul_precision.py``) the first three
+lines take 83 s at 650 TFLOP/s, as three 42 s (other codes: see there). States travel 3 x 4.3 GB a block, 0.26 s of PCIe
+5 behind at least 1 s of arithmetic.
 """
 
 from __future__ import annotations

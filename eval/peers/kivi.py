@@ -1,9 +1,9 @@
 """KIVI's recipe as a transformers cache, to compare with.
 
-Keys share a scale by channel over 32 tokens, values by token over 32 channels. After its paper (arXiv 2402.02750, section 3 and algorithm 1)
-and the order of its reference code: keys are quantized 128 at a time, when 128 have gathered; a value when 128 newer ones are there. Nothing
-else stays exact, the first tokens neither. Numbers, not bytes: what is kept are the floats that the codes stand for, scale and minimum
-rounded to fp16.
+Keys share a scale by channel over 32 tokens, values by token over 32 channels. After its paper (arXiv 2402.02750,
+section 3 and algorithm 1) and the order of its reference code: keys are quantized 128 at a time, when 128 have
+gathered; a value when 128 newer ones are there. Nothing else stays exact, the first tokens neither. Numbers, not bytes:
+what is kept are the floats that the codes stand for, scale and minimum rounded to fp16.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class KiviLayer(CacheLayerMixin):
         """Nothing: the first update makes the tensors."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append ``[batch, heads, tokens, head_dim]``; what attention sees: quantized where it was quantized before this step."""
+        """Append ``[batch, heads, tokens, head_dim]``; what attention sees.
+
+        That is quantized where it was quantized before this step.
+        """
         if not self.length:
             self.old = [x[:, :, :0] for x in (key_states, value_states)]
             self.new = list(self.old)

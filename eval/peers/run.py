@@ -1,11 +1,12 @@
 """Quantize a model with a peer, in an environment of its own, on the token ids that quantkit would calibrate on.
 
-    python eval/peers/run.py PEER SOURCE --out DIR --method gptq --bits 4 --group-size 64 --sym --samples 128 --seq-len 1024
+    python eval/peers/run.py PEER SOURCE --out DIR --method gptq --bits 4 --group-size 64 --sym \\
+        --samples 128 --seq-len 1024
 
-PEER is an entry of eval/peers/environments.toml; its environment is made under --work when it is missing. The result is a
-folder that `quantkit eval` reads: what the peer saved, where quantkit reads that format, else its weights as the peer itself
-dequantizes them, in float32. One JSON object goes to stdout: seconds, peak memory, bits per weight, versions, and which
-linears the peer left alone (found by comparing with the original, whatever the peer says).
+PEER is an entry of eval/peers/environments.toml; its environment is made under --work when it is missing. The result is
+a folder that `quantkit eval` reads: what the peer saved, where quantkit reads that format, else its weights as the peer
+itself dequantizes them, in float32. One JSON object goes to stdout: seconds, peak memory, bits per weight, versions,
+and which linears the peer left alone (found by comparing with the original, whatever the peer says).
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def main() -> None:
     )
     partial.rename(args.out)
     done = {
-        "out": str(args.out), "peer": args.peer, "method": args.method, "bits": args.bits, "group_size": args.group_size,
-        "symmetric": args.sym, "dtype": args.dtype, "samples": args.samples, "seq_len": args.seq_len, "tokens_sha256": windows.digest(),
+        "out": str(args.out), "peer": args.peer, "method": args.method, "bits": args.bits,
+        "group_size": args.group_size, "symmetric": args.sym, "dtype": args.dtype, "samples": args.samples,
+        "seq_len": args.seq_len, "tokens_sha256": windows.digest(),
         **facts, **what,
     }  # fmt: skip
     print(json.dumps(done))
@@ -93,8 +95,10 @@ def parse(peers: list[str]) -> argparse.Namespace:
 
 
 def environment(peer: str, install: list[str], work: Path, npm: Sequence[str] = ()) -> Path:
-    """The Python of a peer's environment, made if it is missing or was made from another list. ``npm``: packages of npm, laid
-    beside it in ``node_modules``; none of their scripts is run."""
+    """The Python of a peer's environment, made if it is missing or was made from another list.
+
+    npm: packages of npm, laid beside it in ``node_modules``; none of their scripts is run.
+    """
     folder = (work / "envs" / peer).resolve()
     python, mark = folder / "bin" / "python", folder / "installed.json"
     wanted = [*install, *npm]
@@ -127,7 +131,10 @@ def quantize(python: Path, script: str, args: argparse.Namespace, partial: Path)
 
 
 def run_there(python: Path, command: list[str], partial: Path) -> dict[str, Any]:
-    """Run a command of a peer's environment that leaves ``facts.json`` in ``partial``; what it reported. Its token ids are removed."""
+    """Run a command of a peer's environment that leaves ``facts.json`` in ``partial``; what it reported.
+
+    Its token ids are removed.
+    """
     # PYTHONPATH would let the peer import this process's packages
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     path = f"{python.parent}{os.pathsep}{inherited.get('PATH', '')}"  # ninja and the like
@@ -195,7 +202,10 @@ def judge_dense(source: Source, folder: Path, facts: dict[str, Any]) -> dict[str
 
 
 def judge_packed(source: Source, folder: Path) -> dict[str, Any]:
-    """What a checkpoint in a format that quantkit reads holds. Its files move up from ``packed``, the tokenizer joins them."""
+    """What a checkpoint in a format that quantkit reads holds.
+
+    Its files move up from ``packed``, the tokenizer joins them.
+    """
     for file in (folder / "packed").iterdir():
         file.rename(folder / file.name)
     (folder / "packed").rmdir()

@@ -1,15 +1,19 @@
-"""Run a model with a peer's quantized KV cache over the windows that `quantkit eval` would take, and keep its final hidden states.
+"""Run a model with a peer's quantized KV cache, and keep its final hidden states.
 
-    python eval/peers/run_kv.py quanto SOURCE --out DIR --bits 4 --keys channel --residual 192 --seq-len 4096 --tokens 4096
+The windows are those that `quantkit eval` would take.
 
-CACHE is quanto or hqq (transformers' QuantizedCache) or kivi (eval/peers/kivi.py). Tokens are fed in chunks of 64: the first update of
-transformers' cache hands back what it was given, not what it stored, so that a prompt fed at once would never see the damage.
-``--residual``: theirs quantizes everything when that many exact tokens would have gathered, so fed in chunks of 64 a query sees between
-0 and residual - 64 exact tokens before its own chunk, (residual - 64) / 2 on average; quantkit's sees its ``recent`` ones. 192 is the equal
-of 64, 320 of 128.
+    python eval/peers/run_kv.py quanto SOURCE --out DIR --bits 4 --keys channel --residual 192 \\
+        --seq-len 4096 --tokens 4096
 
-DIR gets hidden.safetensors: ``hidden`` float32 ``[rows, tokens, hidden]``, the windows first, then the texts of ``--planted-fact``. One JSON object
-goes to stdout: bits per number with scales (two 16-bit numbers a group), seconds, peak memory, versions.
+CACHE is quanto or hqq (transformers' QuantizedCache) or kivi (eval/peers/kivi.py). Tokens are fed in chunks of 64: the
+first update of transformers' cache hands back what it was given, not what it stored, so that a prompt fed at once would
+never see the damage. ``--residual``: theirs quantizes everything when that many exact tokens would have gathered, so
+fed in chunks of 64 a query sees between 0 and residual - 64 exact tokens before its own chunk, (residual - 64) / 2 on
+average; quantkit's sees its ``recent`` ones. 192 is the equal of 64, 320 of 128.
+
+DIR gets hidden.safetensors: ``hidden`` float32 ``[rows, tokens, hidden]``, the windows first, then the texts of
+``--planted-fact``. One JSON object goes to stdout: bits per number with scales (two 16-bit numbers a group), seconds,
+peak memory, versions.
 """
 
 from __future__ import annotations

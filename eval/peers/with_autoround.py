@@ -1,4 +1,7 @@
-"""Peer: auto-round, on the CPU. ``light`` is its light recipe (50 steps at 5e-3), ``default`` its own defaults (200). Run by run.py."""
+"""Peer: auto-round, on the CPU. Run by run.py.
+
+``light`` is its light recipe (50 steps at 5e-3), ``default`` its own defaults (200).
+"""
 
 from __future__ import annotations
 

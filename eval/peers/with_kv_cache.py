@@ -1,6 +1,7 @@
-"""Peer: a quantized KV cache of transformers (quanto or HQQ backend) or KIVI's recipe, read in chunks. Run by run_kv.py.
+"""Peer: a quantized KV cache of transformers (quanto or HQQ) or KIVI's recipe, read in chunks. Run by run_kv.py.
 
-Writes the final hidden states of every row of token ids, which the caller turns into losses with the original's own head.
+Writes the final hidden states of every row of token ids, which the caller turns into losses with the original's own
+head.
 """
 
 from __future__ import annotations

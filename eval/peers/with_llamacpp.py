@@ -1,9 +1,9 @@
 """Peer: llama.cpp's mixes, by its own llama_model_quantize, with or without an importance matrix. Run by run.py.
 
-The original goes into a GGUF file in 16 bits, the library makes the mix of it, and gguf's own code reads the result back. The file
-is for the quantizer only: it has no tokenizer, Gemma's norms lack the 1 that llama.cpp adds (norms stay float32, whatever the mix), and
-the rows of Llama's queries and keys stand in transformers' order (every type quantizes row by row). Method f16 quantizes nothing: its
-weights are the original's, which proves the way there and back.
+The original goes into a GGUF file in 16 bits, the library makes the mix of it, and gguf's own code reads the result
+back. The file is for the quantizer only: it has no tokenizer, Gemma's norms lack the 1 that llama.cpp adds (norms stay
+float32, whatever the mix), and the rows of Llama's queries and keys stand in transformers' order (every type quantizes
+row by row). Method f16 quantizes nothing: its weights are the original's, which proves the way there and back.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def write_gguf(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
 
 @torch.no_grad()
 def importance(args: Any) -> dict[str, np.ndarray]:
-    """What llama-imatrix collects, the mean of x² per input channel of every linear of the blocks: float32 ``[in]`` by Hugging Face name."""
+    """What llama-imatrix collects: the mean of x² per input channel of every linear of the blocks.
+
+    Returns float32 ``[in]`` by Hugging Face name.
+    """
     model = load_model(args, torch.float32)
     sums: dict[str, Tensor] = {}
 

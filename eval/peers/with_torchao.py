@@ -1,4 +1,6 @@
-"""Peer: torchao, int4 weight-only in its layout for CPUs, plain or with HQQ's choice of scales. Reads no text. Run by run.py.
+"""Peer: torchao, int4 weight-only in its layout for CPUs. Reads no text. Run by run.py.
+
+Scales are chosen plainly or by HQQ.
 
 Layers whose width the group size does not divide are skipped by torchao with a log line at INFO, which nobody sees.
 """

@@ -1,8 +1,8 @@
 """What the peers' scripts share. Imported inside a peer's environment: torch and safetensors only, never quantkit.
 
 A script gets a model folder and token ids, quantizes, and hands back ``facts.json`` and either ``dense.safetensors``
-(every parameter by its Hugging Face name, float32, as the peer itself dequantizes it) or a folder ``packed`` in a format
-that quantkit reads.
+(every parameter by its Hugging Face name, float32, as the peer itself dequantizes it) or a folder ``packed`` in a
+format that quantkit reads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def by_identity(module: nn.Module, features: int, dtype: torch.dtype, chunk: int = 256) -> Tensor:
-    """The weight ``[out, in]`` that a linear multiplies by, read through its own kernel: its output for the unit vectors."""
+    """The weight ``[out, in]`` that a linear multiplies by, read through its own kernel.
+
+    That is its output for the unit vectors.
+    """
     with torch.no_grad():
         zero = module(torch.zeros(1, features, dtype=dtype)).float()
         rows = [
@@ -72,7 +75,10 @@ def by_identity(module: nn.Module, features: int, dtype: torch.dtype, chunk: int
 
 
 def dense_state(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every parameter of a model in float32, with the given weights in place of the packed ones; a tied head left out."""
+    """Every parameter of a model in float32, with the given weights in place of the packed ones.
+
+    A tied head is left out.
+    """
     found = {
         name: tensor.detach().float().contiguous()
         for name, tensor in model.named_parameters()
@@ -82,7 +88,10 @@ def dense_state(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def packed_bytes(folder: Path, modules: Iterable[str]) -> int:
-    """Bytes that a saved checkpoint spends on these modules, biases left out (scales, zeros and group indexes counted)."""
+    """Bytes that a saved checkpoint spends on these modules, biases left out.
+
+    Scales, zeros and group indexes are counted.
+    """
     from safetensors import safe_open
 
     wanted, total = set(modules), 0
@@ -101,8 +110,11 @@ def file_bytes(folder: Path, pattern: str = "*.safetensors") -> int:
 
 
 class Stopwatch:
-    """What the peer takes: ``with watch: model.quantize(...)`` for its quantizing alone, ``watch.saved()`` when its result is
-    on disk (from the start of the process, so imports and loading count), and the peak memory until then."""
+    """What the peer takes, in seconds and memory.
+
+    ``with watch: model.quantize(...)`` is for its quantizing alone, ``watch.saved()`` when its result is on disk (from
+    the start of the process, so imports and loading count). The peak memory is that until then.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.begun = args.begun
