@@ -69,7 +69,7 @@ def requantize(model: Any, scheme: Scheme) -> None:
 
 
 def packed(model: Model, scheme: Scheme | None) -> Model:
-    """The linears of the blocks as bricks, siblings joined; None leaves them dense."""
+    """The linears of the blocks as bricks, those of one input fused; None leaves them dense."""
     if scheme is not None:
         replace_linears(model, scheme, lambda q: TritonWeight(q, model.device))
         fuse_linears(model.module, model.device)

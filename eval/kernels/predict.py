@@ -19,7 +19,7 @@ INTEGER = 132 * 64 * 1.755e9  # integer instructions a second (lanes), half the 
 INSTRUCTIONS = {4: 1.1, 8: 1.5}  # integer instructions a weight on the matrix path (kernels/triton/unpack.py)
 GROUP = 128
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-# (out, in) with siblings joined: q, k, v in one matrix, gate and up in one
+# (out, in) of fused linears: q, k, v in one matrix, gate and up in one
 SHAPES = {
     "8B qkv": (6144, 4096),
     "8B o": (4096, 4096),

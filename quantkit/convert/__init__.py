@@ -21,6 +21,8 @@ from typing import Any
 
 
 class _CallablePackage(types.ModuleType):
+    """The package as a module that can be called: ``quantkit.convert(...)``."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from quantkit.convert.api import convert
 
@@ -28,7 +30,7 @@ class _CallablePackage(types.ModuleType):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """With every option by its name, as ``inspect.signature`` and notebooks show it."""
+        """The signature with every option by its name, as ``inspect.signature`` and notebooks show it."""
         from dataclasses import fields
 
         from quantkit.convert.api import convert

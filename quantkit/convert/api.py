@@ -1,4 +1,4 @@
-"""``quantkit.convert``: options in, a finished folder and its report out. The command line comes in here, too."""
+"""``quantkit.convert``: from options to a finished folder and its report. The command line calls it, too."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ def convert(
     on_progress: Listener | None = None,
     **options: Any,
 ) -> ConvertReport:
-    """Quantize a model and write a complete checkpoint folder ``out``; a quantized source is repacked.
+    """Quantize a model and write a complete checkpoint folder; a quantized source is repacked.
 
-    options: the fields of ``ConvertOptions`` (method, bits, group_size, symmetric, format, kv_bits, calibration,
-    samples, seq_len, seed, ...).
+    The folder appears under its name only when it is complete and was read back; it is never half-written.
+
+    source: named model, folder, hub id or GGUF file.
+    out: the output folder.
     preset: "fast", "balanced" or "best", see ``options.presets.PRESETS``; an option that is given wins.
     on_progress: called with a ``Progress`` before every step.
-
-    The folder appears under its name only when it is complete and was read back; nothing half-written ever bears it.
+    options: the fields of ``ConvertOptions`` (method, bits, group_size, symmetric, format, kv_bits, calibration,
+        samples, seq_len, seed, ...).
 
     Raises QuantkitError children. What a later call with ``resume=True`` can go on from is kept in the work folder
-    then, also on Ctrl-C or a kill; the error's note says so.
+    then, also on Ctrl-C or a kill; the error's note names the folder.
     """
     started = time.perf_counter()
     planned = plan_request(source, out, preset=preset, **options)
@@ -49,9 +51,14 @@ def convert(
 def plan_request(source: str | Path, out: str | Path, *, preset: str | None = None, **typed: Any) -> Plan | RepackPlan:
     """Plan what ``convert`` would do with the same arguments: a conversion, or a repack of a quantized source.
 
-    typed: the options that were written out, and no others. The source is opened here, once.
+    The source is opened here, once.
 
-    Raises what makes planning itself impossible; everything else is in the plan's ``problems``.
+    source: named model, folder, hub id or GGUF file.
+    out: the output folder.
+    preset: as for ``convert``.
+    typed: the options that were written out, and no others.
+
+    Raises QuantkitError for what makes planning itself impossible; everything else is in the plan's ``problems``.
     """
     typed = renamed(typed)
     options = resolve_options(source, out, preset, typed)
@@ -65,9 +72,13 @@ def plan_request(source: str | Path, out: str | Path, *, preset: str | None = No
 
 
 def execute(planned: Plan | RepackPlan, listen: Listener, started: float | None = None) -> ConvertReport:
-    """Do what was planned. Raises QuantkitError if the plan has problems.
+    """Execute a plan.
 
+    planned: what ``plan_request`` returned.
+    listen: called with a ``Progress`` before every step.
     started: ``time.perf_counter()`` when the request came, so that planning counts in the report's seconds.
+
+    Raises QuantkitError if the plan has problems.
     """
     return run(planned, listen, started) if isinstance(planned, Plan) else run_repack(planned, listen, started)
 

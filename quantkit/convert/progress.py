@@ -1,4 +1,4 @@
-"""Where a conversion stands: what it tells whoever listens."""
+"""The progress of a conversion, as it is passed to listeners."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a conversion stands.
+    """The progress of a conversion: a step of a stage.
 
-    For a bar, or a line per block. ``chosen`` comes once, when bits have been allocated: its note is the curve and the
-    choice.
+    For a bar, or a line per block. Stage ``chosen`` comes once, when bits have been allocated: its note is the curve
+    and the choice.
     """
 
     stage: str

@@ -1,4 +1,4 @@
-"""What the stages of a conversion hand to each other: data only."""
+"""The data that stages of a conversion pass to each other."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from quantkit.core.scheme import Scheme
 
 @dataclass
 class InputGroup:
-    """Linears of a block that read one tensor (names inside the block), and what is known about that tensor.
+    """Linears of a block that read one tensor, and the statistics of that tensor.
 
-    hessian: [in, in], the mean of x xᵀ over ``tokens``, where the block is; largest: float32 [in], the largest |x| per
-    channel; None without data. ``dropped`` tokens were not finite. cross: [in, in], the mean of (y - x) xᵀ with y what
-    the original model has in the place of x (``algorithms.PAIRED`` methods; never for experts), else None.
+    names: of the linears, inside the block.
+    hessian: [in, in], the mean of x xᵀ over ``tokens``, on the block's device; None without data.
+    tokens: how many were counted.
+    dropped: how many were not finite.
+    largest: float32 [in], the largest |x| per channel; None without data.
+    cross: [in, in], the mean of (y - x) xᵀ, where y is the original model's input in the place of x
+        (``algorithms.PAIRED`` methods; never for experts); else None.
     """
 
     names: tuple[str, ...]
@@ -35,7 +39,7 @@ class InputGroup:
 
 @dataclass
 class BlockResult:
-    """Everything that checkpoint, verification and report need of one block."""
+    """The results of one block that checkpoint, verification and report need."""
 
     # By stored name.
     parts: dict[str, Tensor] = field(default_factory=dict)
@@ -58,7 +62,7 @@ class BlockResult:
 
 @dataclass
 class Collected:
-    """What report and verification need of all blocks, fields as in ``BlockResult``."""
+    """The results of all blocks that report and verification need, fields as in ``BlockResult``."""
 
     digests: dict[str, str] = field(default_factory=dict)
     kv: dict[str, LayerRanges] = field(default_factory=dict)
@@ -69,7 +73,7 @@ class Collected:
     distilled: dict[str, Any] | None = None
 
     def add(self, result: BlockResult) -> None:
-        """Keep a finished block's facts, not its tensors."""
+        """Add a finished block's facts, without its tensors."""
         self.digests.update(result.digests)
         self.kv.update(result.kv)
         self.folds.update(result.folds)
@@ -79,7 +83,7 @@ class Collected:
         self.distilled = self.distilled if result.distilled is None else result.distilled
 
     def last_error(self) -> str:
-        """The last layer's output error, for a progress bar."""
+        """Return the last layer's output error, for a progress bar."""
         if not self.layers or self.layers[-1].relative_output_error is None:
             return ""
         return f"{self.layers[-1].name.rpartition('.')[2]} error {self.layers[-1].relative_output_error:.1%}"
@@ -87,7 +91,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """What a report says of one linear.
+    """The report of one linear.
 
     relative_output_error: ``sqrt(tr(D H Dᵀ) / tr(W H Wᵀ))``, None without data (H is then unknown).
     relative_weight_error: None after a repack, which does not see the original.
@@ -110,6 +114,7 @@ class LayerReport:
     dropped_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON, errors rounded."""
         return {
             "name": self.name,
             "scheme": self.scheme,
@@ -161,11 +166,11 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the sensitivity pass found, on the host.
+    """The results of the sensitivity pass, on the host.
 
     sensitivity: for each option of each unit, the KL divergence that rounding it alone adds, in nats per token.
-    channels: by block, float32 [hidden], ``sensitivity.channel_shares`` of its output. guides: by block, the importance
-    weights of tokens; None if nobody asked.
+    channels: by block, float32 [hidden], ``sensitivity.channel_shares`` of its output.
+    guides: by block, what predicts token-importance weights; None if nothing needs them.
     """
 
     sensitivity: list[list[float]]
@@ -177,8 +182,9 @@ class Measured:
 class BudgetChoice:
     """The options that were chosen for the units of a bit budget.
 
-    taken: the index of each unit's option. sensitivity: as in ``Measured``. measured_on: name of the text, windows,
-    tokens per window.
+    taken: the index of each unit's option.
+    sensitivity: as in ``Measured``.
+    measured_on: name of the text, windows, tokens per window.
     """
 
     taken: tuple[int, ...]
@@ -187,6 +193,6 @@ class BudgetChoice:
 
 
 def decision_sha256(q: QuantTensor) -> str:
-    """Identifies codes, scales, zeros and scheme: what the algorithm decided, independent of any format."""
+    """Return a SHA-256 of codes, scales, zeros and scheme, which does not depend on the format."""
     parts = [tensor_sha256(q.codes), tensor_sha256(q.scales), "" if q.zeros is None else tensor_sha256(q.zeros)]
     return " ".join([*parts, json.dumps(q.scheme.to_json(), sort_keys=True)])

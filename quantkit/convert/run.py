@@ -1,4 +1,4 @@
-"""The conversion itself. ``quantize_blocks`` is the loop: load, observe, fold, quantize, write, advance, free."""
+"""Run a conversion. ``quantize_blocks`` is the loop: load, observe, fold, quantize, write, advance, free."""
 
 from __future__ import annotations
 
@@ -54,9 +54,13 @@ from quantkit.version import __version__
 
 
 def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertReport:
-    """Execute a plan. Raises QuantkitError if it has problems.
+    """Execute a plan.
 
+    plan: the conversion.
+    listen: called with a ``Progress`` before every step.
     started: ``time.perf_counter()`` when the request came, so that planning counts in the report's seconds.
+
+    Raises QuantkitError if the plan has problems.
     """
     plan.raise_problems()
     map_large_blocks()
@@ -83,7 +87,7 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
 
 
 def _convert(plan: Plan, work: Work, listen: Listener) -> ConvertReport:
-    """Every stage in order: check weights, read or write text, decide, blocks, the rest."""
+    """Run every stage in order: check weights, read or write text, decide, blocks, the rest."""
     if (plan.options.needs_data or plan.options.allocates) and not work.read:
         refuse_non_finite(plan.weights, lambda done, total: listen(Progress("read", done, total)))
         work.keep_read()
@@ -105,7 +109,13 @@ def _convert(plan: Plan, work: Work, listen: Listener) -> ConvertReport:
 
 
 def decide_plan(plan: Plan, inputs: Inputs, work: Work, on_step: OnStep) -> Decisions:
-    """What the loop over blocks works with: the plan's targets, or what measuring the model's sensitivity chose."""
+    """Return the decisions for the loop over blocks: the plan's targets, or a choice by measured sensitivity.
+
+    plan: the conversion.
+    inputs: its token windows.
+    work: the work folder.
+    on_step: called with the number of steps done and of all steps.
+    """
     planned, o = Decisions(targets=plan.targets, unquantized=plan.unquantized), plan.options
     if not plan.measures:
         return planned
@@ -131,7 +141,15 @@ def decide_plan(plan: Plan, inputs: Inputs, work: Work, on_step: OnStep) -> Deci
 def quantize_blocks(
     plan: Plan, inputs: Inputs, decisions: Decisions, work: Work, collected: Collected, listen: Listener
 ) -> None:
-    """Quantize every block that no earlier process has finished, each on inputs that went through those before it."""
+    """Quantize every block that no earlier process has finished, each on inputs that went through those before it.
+
+    plan: the conversion.
+    inputs: its token windows.
+    decisions: what was chosen before the first block.
+    work: the work folder.
+    collected: gets every block's results.
+    listen: called with a ``Progress`` before every block.
+    """
     targets = decisions.targets
     solver = Solver(options=plan.options, format=plan.format, targets=targets, loops=plan.loops)
     folding = Folding(method=plan.options.method, weights=plan.weights, targets=targets, rewritten=plan.rewritten)
@@ -157,7 +175,7 @@ def quantize_blocks(
 def _observe(
     plan: Plan, decisions: Decisions, folding: Folding, hidden: HiddenStates, index: int, result: BlockResult
 ) -> list[InputGroup]:
-    """Observe what the linears of a loaded block read, scale its channels, and find the ranges of its KV cache."""
+    """Observe the inputs of a loaded block's linears, scale its channels, and find the ranges of its KV cache."""
     o, name, block = plan.options, plan.blocks.name(index), plan.blocks.modules[index]
     call, short = hidden.calls[index].to(plan.device), hidden.short[index].to(plan.device)
     few = take_tokens(hidden.states, SHORT).to(plan.device)
@@ -183,10 +201,10 @@ def _observe(
 
 
 def _resume(plan: Plan, inputs: Inputs, work: Work, collected: Collected) -> tuple[int, HiddenStates]:
-    """The first block to do, and the hidden states in front of it.
+    """Return the first block to do, and the hidden states in front of it.
 
-    A resumed job takes up its last whole states; blocks that were recorded after those are done again, with the same
-    result.
+    A resumed job goes on from its last intact states; blocks that were recorded after those are done again, with the
+    same result.
     """
     total = len(plan.blocks)
     results: list[BlockResult] = []
@@ -213,7 +231,7 @@ def _resume(plan: Plan, inputs: Inputs, work: Work, collected: Collected) -> tup
 
 
 def _tune_inputs(plan: Plan, decisions: Decisions, hidden: HiddenStates, index: int) -> TuneInputs | None:
-    """What a block learns from, if the method learns."""
+    """Return what a block learns from, None if the method does not learn."""
     if plan.options.method != "tune":
         return None
     assert decisions.channels is not None  # measured: the method asks for it
@@ -222,7 +240,7 @@ def _tune_inputs(plan: Plan, decisions: Decisions, hidden: HiddenStates, index: 
 
 
 def _write_text(plan: Plan, work: Work, listen: Listener) -> Inputs:
-    """``--calibration self``: the whole model writes, and is let go before the first block is loaded."""
+    """Let the whole model write text for ``--calibration self``, and release it before the first block is loaded."""
     text = work.text()
     if text is None:
         text = self_calibration.write(
@@ -237,7 +255,7 @@ def _write_text(plan: Plan, work: Work, listen: Listener) -> Inputs:
 
 
 def _new_report(plan: Plan, decisions: Decisions, work: Work) -> ConvertReport:
-    """The report, with all that is known before the first block."""
+    """Return the report, with all that is known before the first block."""
     o, allocation = plan.options, None
     if plan.budget is not None and decisions.choice is not None:
         allocation = budget_summary(plan.budget, decisions.choice, plan.targets)
@@ -269,7 +287,7 @@ def _finish(
     report: ConvertReport,
     listen: Listener,
 ) -> None:
-    """Everything beside the blocks, the finished folder, and the proof that it holds what was decided."""
+    """Write everything beside the blocks, verify the finished folder, and run the smoke test."""
     total = len(plan.blocks)
     cache = _decide_cache(plan, work, collected, report)
     collected.notes += missing_folds(collected.folds)
@@ -312,7 +330,7 @@ def _finish(
 
 
 def _smoke_test(plan: Plan, inputs: Inputs, folder: Path) -> dict[str, str] | str:
-    """A few tokens from the written folder, or why there are none: the model is too large, say."""
+    """Continue a few tokens with the written folder, or return why not: the model is too large, say."""
     if "generate" not in plan.prediction.phases:
         return TOO_LARGE
     ids = prompt_of(plan.tokenizer, None if plan.options.draws else inputs.calibration)
@@ -320,7 +338,7 @@ def _smoke_test(plan: Plan, inputs: Inputs, folder: Path) -> dict[str, str] | st
 
 
 def _decide_cache(plan: Plan, work: Work, collected: Collected, report: ConvertReport) -> KVPlan | None:
-    """Bits and scales of every layer's cache, now that all are known."""
+    """Choose bits and scales of every layer's cache, now that all ranges are known."""
     if not collected.kv:
         return None
     request = plan.options.cache
@@ -332,7 +350,7 @@ def _decide_cache(plan: Plan, work: Work, collected: Collected, report: ConvertR
 
 
 def _quantize_head_embeddings(plan: Plan, decisions: Decisions, work: Work, collected: Collected) -> None:
-    """Head and embeddings that a rule or the bit budget names, one at a time."""
+    """Quantize head and embeddings that a rule or the bit budget names, one at a time."""
     scales: Scales = "minmax" if plan.options.scales == "minmax" else "search"
     for index, target in enumerate(decisions.head_embeddings()):
         result = work.replay(f"head-embeddings-{index}")
@@ -348,7 +366,7 @@ def _quantize_head_embeddings(plan: Plan, decisions: Decisions, work: Work, coll
 def _distil(
     plan: Plan, inputs: Inputs, decisions: Decisions, work: Work, collected: Collected, listen: Listener
 ) -> None:
-    """The end-to-end pass; what it changes replaces what the blocks' parts hold."""
+    """Run the end-to-end pass; its tensors replace those in the blocks' parts."""
     assert inputs.distil is not None
     result = work.replay(distil.PART)
     if result is None:
@@ -363,7 +381,7 @@ def _distil(
 
 
 def _copy_unquantized(plan: Plan, decisions: Decisions, work: Work) -> None:
-    """What stays at 16 bit, one tensor at a time; small ones share a part. Learned norms are written already."""
+    """Write what stays at 16 bit, one tensor at a time; small ones share a part. Learned norms are written already."""
     small: dict[str, Tensor] = {}
     learned = {name for name, entry in work.writer.entries.items() if entry.part == distil.PART}
     reads: list[tuple[str, Callable[[str], Tensor], str]] = [

@@ -1,4 +1,4 @@
-"""Tell which engines load what a plan writes, or a quantized folder."""
+"""Tell which engines load a planned checkpoint, or a quantized folder."""
 
 from __future__ import annotations
 
@@ -17,22 +17,35 @@ from quantkit.model.skeleton import build_skeleton, tied_parameters
 
 
 def lint_plan(form: str, targets: Mapping[str, Target], config: Any, stored: Mapping[str, Any]) -> list[Verdict]:
-    """Which engines will load a checkpoint that is not written yet.
+    """Tell which engines will load a checkpoint that is not written yet.
 
-    form: name of its format. targets: what is quantized. config: of the skeleton. stored: the source's config.json.
+    form: name of its format.
+    targets: quantized weights, by module name of the skeleton.
+    config: of the skeleton.
+    stored: the source's config.json.
     """
     return lint(_checkpoint(form, list(targets.values()), config, stored))
 
 
 def casts_scales(form: str, targets: Mapping[str, Target], config: Any, stored: Mapping[str, Any]) -> bool:
-    """True if engines will compute in bfloat16 and the scales are stored finer than that; see ``lint_plan``."""
+    """Tell whether engines will compute in bfloat16 while the scales are stored with more precision.
+
+    form: name of the format.
+    targets: quantized weights, by module name of the skeleton.
+    config: of the skeleton.
+    stored: the source's config.json.
+    """
     return bfloat16_scales(_checkpoint(form, list(targets.values()), config, stored)) is not None
 
 
 def lint_folder(source: Source) -> list[Verdict]:
-    """Which engines load a quantized folder, from its headers and config.
+    """Tell which engines load a quantized folder, from its headers and config.
 
-    Empty for formats that quantkit does not write. Raises CheckpointError for a folder that is incomplete.
+    The list is empty for formats that quantkit does not write.
+
+    source: the quantized folder.
+
+    Raises CheckpointError for a folder that is incomplete.
     """
     from quantkit.runtime.layers.build import find_modules
 
@@ -56,7 +69,11 @@ def lint_folder(source: Source) -> list[Verdict]:
 
 
 def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[str, Any]) -> Checkpoint:
-    """What the rules look at. config: of the skeleton; stored: config.json as it is."""
+    """Build the checkpoint's facts for the rules.
+
+    config: of the skeleton.
+    stored: config.json as it is.
+    """
     weights = sorted(weights, key=lambda weight: weight.name)  # a file and a plan give the same reasons
     heads = int(config.num_attention_heads)
     dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "")
@@ -73,5 +90,5 @@ def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[s
 
 
 def lint(checkpoint: Checkpoint) -> list[Verdict]:
-    """Every engine's verdict, in the order of ``ENGINES``."""
+    """Return every engine's verdict, in the order of ``ENGINES``."""
     return [judge(engine, checkpoint) for engine in ENGINES]

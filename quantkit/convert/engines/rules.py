@@ -27,9 +27,14 @@ ROW_PARALLEL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the rules look at.
+    """The facts of a checkpoint that rules decide by.
 
-    heads, kv_heads: attention heads. bfloat16: the dtype that engines will compute in. family: config's model_type.
+    format: name of the format.
+    weights: the quantized weights.
+    heads: attention heads.
+    kv_heads: key-value heads.
+    bfloat16: engines will compute in bfloat16.
+    family: config's model_type.
     mixture: its blocks hold experts, quantized or not.
     """
 
@@ -43,9 +48,11 @@ class Checkpoint:
 
     @property
     def linears(self) -> list[Target]:
+        """The quantized linears, without head and embeddings."""
         return [weight for weight in self.weights if weight.kind == "linear"]
 
     def schemes(self) -> set[Any]:
+        """Return the different schemes of the quantized weights."""
         return {weight.scheme for weight in self.weights}
 
 
@@ -53,9 +60,14 @@ class Checkpoint:
 class Verdict:
     """One engine's answer.
 
-    tensor_parallel: the largest size that loads (1: one GPU), None where it does not load. reason: why not, or what
-    stops the next size. reader: the file and line that decides. notes: loads, but ... unread_format: the checkpoint's
-    format, if the engine reads nothing in it.
+    engine: its name.
+    version: the version whose source was read.
+    loads: whether it loads the checkpoint.
+    tensor_parallel: the largest size that loads (1: one GPU), None where it does not load.
+    reason: why not, or what stops the next size.
+    reader: the file and line that decides.
+    notes: restrictions of a checkpoint that loads.
+    unread_format: the checkpoint's format, if the engine reads nothing in it.
     """
 
     engine: str
@@ -68,6 +80,7 @@ class Verdict:
     unread_format: str | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON."""
         return {
             "engine": self.engine,
             "version": self.version,
@@ -79,7 +92,7 @@ class Verdict:
         }
 
     def line(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         if not self.loads:
             where = f" [{self.reader}]" if self.reader else ""
             return f"{self.engine} {self.version}: no. {_sentence(self.reason)}{where}"
@@ -89,7 +102,7 @@ class Verdict:
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """A line for each engine; those that do not read the format at all share one."""
+    """Return a line for each engine; those that do not read the format at all share one."""
     lines = [verdict.line() for verdict in verdicts if verdict.unread_format is None] + unread_format_lines(verdicts)
     if len(verdicts) > 1 and not any(verdict.loads for verdict in verdicts[1:]):
         lines.append("nothing but quantkit: another --format, --sym, fewer rules or another group size may widen that")
@@ -97,7 +110,7 @@ def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def unread_format_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """The line of the engines that do not read the format at all, whatever is in it; none if all read it."""
+    """Return the line of the engines that do not read the format at all; none if all read it."""
     refusing = [verdict for verdict in verdicts if verdict.unread_format is not None]
     if len(refusing) < 2:
         return [verdict.line() for verdict in refusing]
@@ -106,7 +119,7 @@ def unread_format_lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _sentence(reason: str) -> str:
-    """With a capital, unless it begins with a module's name."""
+    """Capitalise a reason, unless it begins with a module's name."""
     word = reason.partition(" ")[0]
     return reason if "." in word or "_" in word else reason[:1].upper() + reason[1:]
 
@@ -125,10 +138,7 @@ None where it was shown to load.
 
 
 def not_shown(checkpoint: Checkpoint) -> tuple[str, str] | None:
-    """The answer for mixtures of experts until one was run.
-
-    What holds for single linears says nothing about fused experts.
-    """
+    """Refuse mixtures of experts, on which the engine was not run: linears show nothing about fused experts."""
     return (
         (
             "not shown to load mixtures of experts in this format; experts named one by one"
@@ -140,7 +150,7 @@ def not_shown(checkpoint: Checkpoint) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineRule:
-    """A reason not to load. formats: those it speaks about; () for all."""
+    """A reason not to load a checkpoint. formats: those that it applies to; () for all."""
 
     formats: tuple[str, ...]
     reader: str
@@ -149,7 +159,7 @@ class EngineRule:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A program that loads checkpoints: what it reads, and what it refuses."""
+    """A program that loads checkpoints: the formats that it reads, and the checkpoints that it refuses."""
 
     name: str
     version: str
@@ -164,7 +174,7 @@ class Engine:
 
 
 def judge(engine: Engine, checkpoint: Checkpoint) -> Verdict:
-    """One engine's verdict: the first rule that objects decides."""
+    """Return one engine's verdict: the first rule that objects decides."""
     form = checkpoint.format
     if form not in engine.formats:
         reason = f"does not read the format {form}."
@@ -178,7 +188,7 @@ def judge(engine: Engine, checkpoint: Checkpoint) -> Verdict:
 
 
 def _objection(engine: Engine, checkpoint: Checkpoint) -> tuple[str, str] | None:
-    """Why the engine, which reads the format, does not load it on one GPU, and the line that says so."""
+    """Return why the engine, which reads the format, does not load it on one GPU, with the deciding line."""
     objection = engine.mixtures(checkpoint) if has_experts(checkpoint) else None
     if objection is not None:
         return objection
@@ -190,13 +200,13 @@ def _objection(engine: Engine, checkpoint: Checkpoint) -> tuple[str, str] | None
 
 
 def _split_objection(engine: Engine, checkpoint: Checkpoint, ranks: int) -> tuple[str, str] | None:
-    """Why the engine does not load it on so many ranks, and the line that says so."""
+    """Return why the engine does not load it on so many ranks, with the deciding line."""
     answers = ((split(checkpoint, ranks), reader) for reader, split in engine.splits)
     return next(((reason, reader) for reason, reader in answers if reason is not None), None)
 
 
 def _largest_split(engine: Engine, checkpoint: Checkpoint) -> tuple[int, str, str]:
-    """The largest size that loads, and what stops the next one that the number of heads would allow."""
+    """Return the largest size that loads, and what stops the next one that the number of heads allows."""
     if not engine.splits:
         return 1, "does not split a model.", ""
     largest, stop, where = 1, "", ""
@@ -212,7 +222,11 @@ def _largest_split(engine: Engine, checkpoint: Checkpoint) -> tuple[int, str, st
 
 
 def heads(checkpoint: Checkpoint, ranks: int) -> str | None:
-    """Attention heads are dealt out whole; key-value heads too, or each is repeated on a whole number of ranks."""
+    """Object if attention heads cannot be divided whole, or key-value heads neither divided nor repeated whole.
+
+    checkpoint: the facts to judge.
+    ranks: the tensor-parallel size.
+    """
     if checkpoint.heads % ranks:
         return f"{checkpoint.heads} attention heads on {ranks} ranks."
     few, many = sorted((checkpoint.kv_heads, ranks))
@@ -220,20 +234,26 @@ def heads(checkpoint: Checkpoint, ranks: int) -> str | None:
 
 
 def last_name(weight: Target) -> str:
+    """Return the last part of a weight's module name."""
     return weight.name.rpartition(".")[2]
 
 
 def is_row_parallel(weight: Target) -> bool:
+    """Tell whether engines split a weight's inputs over the ranks."""
     return weight.kind == "linear" and last_name(weight) in ROW_PARALLEL
 
 
 def inputs_on(weight: Target, ranks: int) -> float:
-    """Inputs of a weight on one rank (not whole where it cannot be split)."""
+    """Return the inputs of a weight on one rank (a fraction where it cannot be split)."""
     return weight.in_features / ranks if is_row_parallel(weight) else weight.in_features
 
 
 def whole_groups(checkpoint: Checkpoint, ranks: int) -> str | None:
-    """A group of inputs never straddles two ranks."""
+    """Object if a group of inputs would lie on two ranks.
+
+    checkpoint: the facts to judge.
+    ranks: the tensor-parallel size.
+    """
     for weight in checkpoint.linears:
         inputs, size = inputs_on(weight, ranks), weight.scheme.group_size or 1
         if inputs % size:
@@ -242,7 +262,11 @@ def whole_groups(checkpoint: Checkpoint, ranks: int) -> str | None:
 
 
 def fused_rows(checkpoint: Checkpoint, ranks: int) -> list[tuple[str, int, float, float]]:
-    """(name, bits, rows, inputs) of each matrix on one rank as engines see it: q/k/v and gate/up as one."""
+    """Return each matrix on one rank as engines see it, q/k/v and gate/up as one: (name, bits, rows, inputs).
+
+    checkpoint: the facts to judge.
+    ranks: the tensor-parallel size.
+    """
     sums: dict[str, tuple[str, int, float, float]] = {}
     for weight in checkpoint.linears:
         owner, _, last = weight.name.rpartition(".")
@@ -257,14 +281,15 @@ def fused_rows(checkpoint: Checkpoint, ranks: int) -> list[tuple[str, int, float
 
 
 def has_experts(checkpoint: Checkpoint) -> bool:
-    """True for a mixture of experts, also where the experts themselves stay at 16 bit."""
+    """Tell whether it is a mixture of experts, also where the experts themselves stay at 16 bit."""
     return checkpoint.mixture or quantizes_experts(checkpoint)
 
 
 def quantizes_experts(checkpoint: Checkpoint) -> bool:
+    """Tell whether the experts are quantized."""
     return any(EXPERTS.match(weight.name) for weight in checkpoint.weights)
 
 
 def first(checkpoint: Checkpoint, wrong: Callable[[Target], bool]) -> Target | None:
-    """The first weight of which something is wrong."""
+    """Return the first weight for which ``wrong`` is true, None if there is none."""
     return next((weight for weight in checkpoint.weights if wrong(weight)), None)

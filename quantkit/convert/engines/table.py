@@ -26,16 +26,20 @@ MARLIN_GROUPS = (None, 32, 64, 128)
 
 
 def fused_schemes(c: Checkpoint) -> str | None:
+    """Object to fused linears with different schemes."""
     problems = split_fused({weight.name: weight.scheme for weight in c.weights})
     return problems[0] if problems else None
 
 
 def ragged(c: Checkpoint) -> str | None:
+    """Object to weights whose last group is short."""
     weight = first(c, lambda w: bool(w.scheme.group_size) and w.in_features % (w.scheme.group_size or 1) != 0)
     return None if weight is None else f"{weight.name} ends in a short group."
 
 
 def odd_bits(*allowed: int) -> EngineRule:
+    """Make a rule against bits other than the allowed ones."""
+
     def test(c: Checkpoint) -> str | None:
         weight = first(c, lambda w: w.scheme.bits not in allowed)
         if weight is None:
@@ -47,11 +51,14 @@ def odd_bits(*allowed: int) -> EngineRule:
 
 
 def asymmetric(c: Checkpoint) -> str | None:
+    """Object to asymmetric weights."""
     weight = first(c, lambda w: not w.scheme.symmetric)
     return None if weight is None else f"{weight.name} is asymmetric; it reads gptq files with sym only."
 
 
 def odd_groups(*allowed: int | None) -> EngineRule:
+    """Make a rule against group sizes other than the allowed ones; None is per channel."""
+
     def test(c: Checkpoint) -> str | None:
         weight = first(c, lambda w: w.scheme.group_size not in allowed)
         if weight is None:
@@ -63,7 +70,7 @@ def odd_groups(*allowed: int | None) -> EngineRule:
 
 
 def vllm_groups(c: Checkpoint) -> str | None:
-    """Marlin's sizes; the Triton kernel, 4 bits only, knows 256 too."""
+    """Object to group sizes other than Marlin's; the Triton kernel, 4 bits only, knows 256 too."""
     known = {4: (*MARLIN_GROUPS, 256)}
     weight = first(c, lambda w: w.scheme.group_size not in known.get(w.scheme.bits, MARLIN_GROUPS))
     return (
@@ -74,6 +81,7 @@ def vllm_groups(c: Checkpoint) -> str | None:
 
 
 def asymmetric_eight(c: Checkpoint) -> str | None:
+    """Object to asymmetric weights of 8 bits."""
     weight = first(c, lambda w: w.scheme.bits == 8 and not w.scheme.symmetric)
     if weight is None:
         return None
@@ -83,10 +91,13 @@ def asymmetric_eight(c: Checkpoint) -> str | None:
 
 
 def several_schemes(c: Checkpoint) -> str | None:
+    """Object to more than one scheme."""
     return f"{len(c.schemes())} schemes; it reads one for the whole model." if len(c.schemes()) > 1 else None
 
 
 def kinds(*refused: str) -> EngineRule:
+    """Make a rule against quantized heads or embeddings."""
+
     def test(c: Checkpoint) -> str | None:
         weight = first(c, lambda w: w.kind in refused)
         if weight is None:
@@ -100,7 +111,10 @@ def kinds(*refused: str) -> EngineRule:
 
 
 def transformers_mixed(c: Checkpoint) -> str | None:
-    """See formats/compressed_tensors.py: its dense loading knows one scheme, its compressed loading no zero points."""
+    """Object to mixed schemes and zero points together (``formats/compressed_tensors.py``).
+
+    Its dense loading knows one scheme, its compressed loading no zero points.
+    """
     if len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in c.schemes()}) == 1:
         return None
     weight = first(c, lambda w: not w.scheme.symmetric or w.kind == "embedding")
@@ -111,11 +125,13 @@ def transformers_mixed(c: Checkpoint) -> str | None:
 
 
 def asymmetric_embedding(c: Checkpoint) -> str | None:
+    """Object to an asymmetric embedding."""
     weight = first(c, lambda w: w.kind == "embedding" and not w.scheme.symmetric)
     return None if weight is None else f"{weight.name} is asymmetric; it reads no zero points for embeddings."
 
 
 def per_channel(c: Checkpoint) -> str | None:
+    """Object to packed weights with one scale per channel."""
     weight = first(c, lambda w: w.scheme.group_size is None and w.scheme.activations is None)
     return (
         None if weight is None else f"{weight.name} has one scale per channel; it reads groups of packed weights only."
@@ -123,7 +139,7 @@ def per_channel(c: Checkpoint) -> str | None:
 
 
 def packed_zeros(c: Checkpoint, ranks: int) -> str | None:
-    """Zero points are packed along the rows: a rank needs whole words."""
+    """Object if zero points, packed along the rows, do not give a rank whole words."""
     if all(weight.scheme.symmetric for weight in c.linears):
         return None
     for name, bits, rows, _ in fused_rows(c, ranks):
@@ -133,7 +149,7 @@ def packed_zeros(c: Checkpoint, ranks: int) -> str | None:
 
 
 def marlin_tiles(c: Checkpoint, ranks: int) -> str | None:
-    """SGLang checks Marlin's tile sizes and does not pad."""
+    """Object to shapes that do not fill Marlin's tiles: SGLang checks them and does not pad."""
     if int8_activations(c):
         return None
     for name, _, rows, inputs in fused_rows(c, ranks):
@@ -145,6 +161,7 @@ def marlin_tiles(c: Checkpoint, ranks: int) -> str | None:
 
 
 def divisible(c: Checkpoint, ranks: int) -> str | None:
+    """Object to a matrix that cannot be split evenly."""
     for name, _, rows, inputs in fused_rows(c, ranks):
         if rows % 1 or inputs % 1:
             return f"{name} cannot be split evenly."
@@ -152,7 +169,7 @@ def divisible(c: Checkpoint, ranks: int) -> str | None:
 
 
 def int8_tiles(c: Checkpoint, ranks: int) -> str | None:
-    """SGLang's int8_scaled_mm takes rows of whole 16 bytes and 8 outputs at a time."""
+    """Object to shapes that SGLang's int8_scaled_mm does not take: rows of whole 16 bytes, 8 outputs at a time."""
     if not int8_activations(c):
         return None
     for name, _, rows, inputs in fused_rows(c, ranks):
@@ -162,6 +179,7 @@ def int8_tiles(c: Checkpoint, ranks: int) -> str | None:
 
 
 def int8_activations(c: Checkpoint) -> bool:
+    """Tell whether activations are quantized."""
     return any(weight.scheme.activations is not None for weight in c.weights)
 
 
@@ -199,7 +217,7 @@ TRANSFORMERS_EXPERTS = ("mixtral", "qwen3_moe")
 
 
 def transformers_experts(c: Checkpoint) -> tuple[str, str] | None:
-    """Its conversion of expert tensors collects packed codes and scales but no zero points for such names."""
+    """Object to zero points of experts: its conversion of expert tensors collects only packed codes and scales."""
     if c.format == NATIVE:
         return "transformers holds experts as one tensor.", "quantkit/hf.py, _module_names"
     if c.format != CT or not quantizes_experts(c):
@@ -226,7 +244,12 @@ def marlin_experts(reader: str) -> Mixtures:
 
 
 def at(reader: str, rule: EngineRule, *formats: str) -> EngineRule:
-    """A general rule, with the line of this engine that enforces it."""
+    """Return a general rule with the line of this engine that enforces it.
+
+    reader: the file and line.
+    rule: the general rule.
+    formats: those that it applies to; none for all.
+    """
     return EngineRule(formats, reader, rule.test)
 
 

@@ -56,7 +56,13 @@ RESULT = {
 
 
 def keep_measured(folder: Path, measured: Measured) -> None:
-    """Keep the results of the sensitivity pass; the record is written last: where it is, the guides' numbers are."""
+    """Keep the results of the sensitivity pass in the work folder.
+
+    The record is written last: if it exists, the guides' numbers do, too.
+
+    folder: the work folder.
+    measured: the results.
+    """
     record: dict[str, Any] = {
         "sensitivity": measured.sensitivity,
         "channels": [channels.tolist() for channels in measured.channels],
@@ -79,7 +85,9 @@ def kept_measured(folder: Path) -> Measured | None:
 
     None if there are none, or not all of them are intact: they are measured again then, with the same result.
 
-    Raises WorkFolderError for whole ones that quantkit did not write.
+    folder: the work folder.
+
+    Raises WorkFolderError for intact ones that quantkit did not write.
     """
     record = read_record(folder / RECORD, MEASURED)
     if record is None:
@@ -97,9 +105,12 @@ def kept_measured(folder: Path) -> Measured | None:
 
 
 def _guides(described: Sequence[Any], data: bytes, path: Path) -> list[Guide | None]:
-    """Restore the guides of all blocks. Raises WorkFolderError if numbers are missing, of other shapes, or not finite.
+    """Restore the guides of all blocks.
 
-    described: linears and their rows by block, None for a block without a guide. data: content of the file ``path``.
+    described: linears and their rows by block, None for a block without a guide.
+    data: content of the file ``path``.
+
+    Raises WorkFolderError if numbers are missing, of other shapes, or not finite.
     """
     try:
         numbers = load(data)
@@ -127,7 +138,10 @@ def to_record(ranges: LayerRanges) -> dict[str, Any]:
 
 
 def from_record(stored: Mapping[str, Any]) -> LayerRanges:
-    """Read ranges back from what ``to_record`` returned. Raises ValueError for numbers that no calibration gives."""
+    """Read ranges back from what ``to_record`` returned.
+
+    Raises ValueError for numbers that no calibration gives.
+    """
 
     def side(stored_side: Mapping[str, Any]) -> dict[int, Range]:
         return {_bits(bits): (_tensor(entry[0]), _tensor(entry[1])) for bits, entry in stored_side.items()}
@@ -179,7 +193,10 @@ def result_record(result: BlockResult) -> dict[str, Any]:
 def restored_result(facts: dict[str, Any], path: Path) -> BlockResult:
     """Read a block's result back from what ``result_record`` returned, without tensors.
 
-    path: the record that it was read from. Raises WorkFolderError for a result that quantkit did not write.
+    facts: the content of the record.
+    path: the record that it was read from.
+
+    Raises WorkFolderError for a result that quantkit did not write.
     """
     as_record(facts, RESULT, path)
     try:

@@ -32,7 +32,11 @@ class StateStore:
         self._last, self._cost = time.monotonic(), 0.0
 
     def keep(self, block: int, states: list[Tensor]) -> bool:
-        """Store the states in front of ``block`` if enough time has gone by since the last ones; True if stored."""
+        """Store the states in front of a block, and tell so, if enough time has gone by since the last ones.
+
+        block: the number of the block.
+        states: float32 [batch, tokens, hidden] each.
+        """
         started = time.monotonic()
         if started - self._last < max(EVERY, SHARE * self._cost):
             return False
@@ -46,7 +50,9 @@ class StateStore:
     ) -> tuple[int, list[Tensor]] | None:
         """Return the latest intact states in front of a block up to ``limit``, with the block's index; or None.
 
-        fits: whether states of such shapes are this job's. above: states in front of blocks up to that do not count.
+        limit: the highest number of a block.
+        fits: tells whether states of such shapes are this job's.
+        above: states in front of blocks up to this number do not count.
 
         Raises WorkFolderError for states that are not this job's.
         """

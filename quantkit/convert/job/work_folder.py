@@ -60,7 +60,7 @@ INCURABLE = (NumericsError, UnsupportedModel, RequestError)  # the same again wo
 
 
 class Work:
-    """The work folder of one job, locked. ``writer`` writes the job's parts and its output; ``states`` the states.
+    """The work folder of one job, locked. ``writer`` writes parts and output; ``states`` keeps hidden states.
 
     Raises RequestError if another process or another job has the folder.
     """
@@ -115,30 +115,46 @@ class Work:
         return job
 
     def record(self, part: str, result: BlockResult, *, over: bool = False) -> None:
-        """Keep one finished step, durably. over: its tensors replace those of earlier steps."""
+        """Keep one finished step durably.
+
+        part: the name of the step.
+        result: its tensors and facts.
+        over: its tensors replace those of earlier steps.
+        """
         self.writer.add_part(part, result.parts, result_record(result), over=over)
 
     def replay(self, part: str) -> BlockResult | None:
-        """What an earlier process recorded (without its tensors, which count as written), or None."""
+        """Return the result that an earlier process recorded, None if there is none.
+
+        It has no tensors: those count as written.
+
+        part: the name of the step.
+        """
         facts = self.writer.find_part(part) if self.resumed else None
         return None if facts is None else restored_result(facts, self.folder / "parts" / f"{part}.json")
 
     def check_decided(self, wanted: set[str], decided: set[str]) -> None:
         """Check that the steps, those of earlier processes among them, decided every module and no other.
 
-        wanted, decided: stored names of modules. Raises WorkFolderError naming one that is missing or too much.
+        wanted: stored names of the modules to quantize.
+        decided: stored names of the modules that were quantized.
+
+        Raises WorkFolderError naming one that is missing or unexpected.
         """
         odd = sorted(wanted ^ decided)
         if odd:
             raise WorkFolderError(f"{self.folder / 'parts'}: {odd[0][:100]!r} is missing or too much. {AGAIN}")
 
     def keep_text(self, windows: CalibrationWindows) -> None:
-        """Keep what the model wrote for its own calibration."""
+        """Keep the text that the model wrote for its own calibration."""
         with disk(self.folder):
             write_record(self.folder / "text.json", {**asdict(windows), "ids": windows.ids.tolist()})
 
     def text(self) -> CalibrationWindows | None:
-        """What ``keep_text`` kept, or None. Raises WorkFolderError for a text that quantkit did not write."""
+        """Return the text that ``keep_text`` kept, None if there is none.
+
+        Raises WorkFolderError for a text that quantkit did not write.
+        """
         record = read_record(self.folder / "text.json", TEXT)
         if record is None:
             return None
@@ -152,37 +168,41 @@ class Work:
 
     @property
     def read(self) -> bool:
-        """Whether every weight of the source was looked at, by this process or an earlier one."""
+        """Whether every weight of the source was checked, by this process or an earlier one."""
         return bool(self._job.get("read"))
 
     def keep_read(self) -> None:
-        """Every weight was looked at."""
+        """Record that every weight of the source was checked."""
         self._job["read"] = True
         with disk(self.folder):
             write_record(self.folder / "job.json", self._job)
 
     def keep_measured(self, measured: Measured) -> None:
-        """Keep what was measured before the first block."""
+        """Keep the results of the sensitivity pass."""
         keep_measured(self.folder, measured)
 
     def measured(self) -> Measured | None:
-        """What ``keep_measured`` kept, or None."""
+        """Return the results that ``keep_measured`` kept, None if there are none."""
         return kept_measured(self.folder) if self.resumed else None
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """The facts given to ``finish``, if the output was complete when an earlier process ended."""
+        """The facts given to ``finish``, if an earlier process completed the output."""
         record: dict[str, Any] | None = self._job["finished"]
         return record
 
     @property
     def choice(self) -> BudgetChoice | None:
-        """What was chosen within a bit budget, given to ``finish``."""
+        """The choice within a bit budget, as given to ``finish``."""
         stored = self._job.get("choice")
         return None if stored is None else BudgetChoice(**{**stored, "taken": tuple(stored["taken"])})
 
     def finish(self, facts: dict[str, Any], choice: BudgetChoice | None) -> None:
-        """The output is complete and checked: what follows is only its name, and tidying up."""
+        """Record that the output is complete and checked: only its rename and the removal of the work folder remain.
+
+        facts: what a resumed job's report cannot measure again.
+        choice: the choice within a bit budget, None without one.
+        """
         self._job["finished"] = facts
         self._job["choice"] = None if choice is None else asdict(choice)
         with disk(self.folder):
@@ -194,9 +214,11 @@ class Work:
         self.release()
 
     def leave(self, error: BaseException) -> str:
-        """After an error: keep the folder if a resumed job could get further, else remove everything.
+        """Keep the folder after an error if a resumed job could get further, else remove everything.
 
-        Returns what to tell the user, "" if an error left nothing to go on from.
+        Returns a sentence for the user, "" if nothing is left to resume from.
+
+        error: the error that ended the job.
         """
         if isinstance(error, WorkFolderError):  # its message says what to do; whoever looks into it should see it all
             self.release()
@@ -215,12 +237,18 @@ class Work:
         return f"{what} kept in {self.folder}: the same command with --resume goes on from there."
 
     def release(self) -> None:
-        """Give up the lock."""
+        """Release the lock."""
         os.close(self._lock)
 
 
 def identity(plan: Plan, inputs: Inputs) -> dict[str, Any]:
-    """What decides the bytes of the result; part of the manifest. Reads the whole source for its hash."""
+    """Return what decides the bytes of the result; part of the manifest.
+
+    It reads the whole source for its hash.
+
+    plan: the plan of the conversion.
+    inputs: its token windows.
+    """
     windows = inputs.for_sensitivity
     calibration = None if windows is None else _text(windows)
     return {
@@ -242,7 +270,7 @@ def _text(windows: CalibrationWindows) -> dict[str, Any]:
 
 
 def job_of(plan: Plan) -> dict[str, Any]:
-    """What must be the same for a job to go on: its identity, its place, and the processor's arithmetic."""
+    """Return what must be equal for a job to be resumed: its identity, its place, and the processor's arithmetic."""
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}{' AMX' if cpu_has_amx() else ''}"
     beside = beside_sha256(plan.source)
     return {
@@ -274,7 +302,7 @@ WORDS = {
 
 
 def _differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """In words, where two records differ: ``--bits: 4 there, 8 here``."""
+    """Describe where two records differ: ``--bits: 4 there, 8 here``."""
     if isinstance(there, dict) and isinstance(here, dict):
         keys = dict.fromkeys([*there, *here])
         return [d for k in keys for d in _differences(there.get(k), here.get(k), f"{name}.{k}" if name else k)]
@@ -286,13 +314,16 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """A value in a message; of a hash, the beginning."""
+    """Shorten a value for a message; of a hash, to its beginning."""
     text = printable("none" if value in (None, [], {}) else str(value))
     return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{64}", text) else text
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds the folder's lock. Raises RequestError if another process has it."""
+    """Return a descriptor that holds the folder's lock.
+
+    Raises RequestError if another process holds it.
+    """
     path = folder / "lock"
     while True:
         with disk(folder):
@@ -311,9 +342,9 @@ def _lock(folder: Path) -> int:
 
 
 def _discard(folder: Path, out: Path) -> None:
-    """Remove the leftovers of a job for ``out``, but not its lock, which we hold.
+    """Remove the leftovers of a job for ``out``, but not its lock, which this process holds.
 
-    A model it was about to replace is put back.
+    A model that the job was about to replace is put back.
     """
     job = read_record(folder / "job.json", JOB)
     if job is not None:

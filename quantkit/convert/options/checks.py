@@ -1,4 +1,4 @@
-"""Options that are refused beside the others: names that do not exist, and what would have no effect."""
+"""Refusal of options that do not exist, and of options that have no effect beside the others."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ def refuse_unknown(given: Iterable[str]) -> None:
 
 
 def _with_hint(name: str) -> str:
-    """A name that does not exist, and the one that may have been meant."""
+    """Quote a name that does not exist, with the existing one that is most like it."""
     near = [known for known in DEFAULTS if known.startswith(name)] or get_close_matches(name, DEFAULTS, 1)
     return f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name)
 
 
 def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None:
-    """Options that were given and would do nothing are refused: silence would look like obedience.
+    """Refuse options that were given and have no effect; ignored silently, they would seem to be in force.
 
-    An option's default asks for nothing: given, it is as good as not given, unless another option decides the same
-    thing. given: the names that were written out. Raises RequestError that names all of them.
+    Giving the default value of an option asks for nothing and is allowed, unless another option decides the same thing.
+
+    given: the names that were written out.
+    options: the options of the conversion.
+
+    Raises RequestError that names all of them.
     """
     decided = _decided_elsewhere(options)
     useless = {name: why for name, why in _without_effect(options).items() if getattr(options, name) != DEFAULTS[name]}
@@ -50,7 +54,7 @@ def refuse_without_effect(given: Iterable[str], options: ConvertOptions) -> None
 
 
 def _decided_elsewhere(options: ConvertOptions) -> dict[str, str]:
-    """Options whose every value, the default too, says something else than another option does; with the reason."""
+    """Return options of which every value, the default too, contradicts another option; with the reason."""
     decided = {}
     if options.allocates:
         decided["bits"] = f"{options.target} chooses the bits"
@@ -62,12 +66,12 @@ def _decided_elsewhere(options: ConvertOptions) -> dict[str, str]:
 
 
 def _flag(name: str, value: Any) -> str:
-    """An option as the command line spells it with that value."""
+    """Spell an option with that value as on the command line."""
     return f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
 
 
 def _without_effect(options: ConvertOptions) -> dict[str, str]:
-    """Options that do nothing beside the others, with the reason."""
+    """Return options that have no effect beside the others, with the reason."""
     useless: dict[str, str] = {}
     if options.method in ("awq", "tune") and options.scales == "minmax":
         useless["damping"] = f"--method {options.method} --scales minmax takes no ranges from statistics"

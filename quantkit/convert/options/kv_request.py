@@ -1,8 +1,9 @@
 """The KV cache in a conversion: statistics layer by layer, then the plan that is stored.
 
 A budget gives each layer bits for its keys and for its values: of the widths in ``BUDGET_BITS``, those with the least
-total damage whose average is within the budget. Damage is what rounding one side of one layer's cache does to that
-layer's block (``calibrate.cache_sensitivity``); sums of it are compared, which takes the layers for independent.
+total sensitivity whose average is within the budget. Sensitivity is the error that rounding one side of one layer's
+cache causes at the output of that layer's block (``calibrate.cache_sensitivity``); comparing sums of it takes the
+layers for independent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BUDGET_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """What was asked for: one scheme for all layers, or a budget of bits on average.
+    """The requested KV cache: one scheme for all layers, or a budget of bits on average.
 
     Raises RequestError for a budget out of range.
     """
@@ -38,23 +39,28 @@ class CacheRequest:
 
     @property
     def wanted(self) -> bool:
-        """True if a cache is calibrated at all."""
+        """Whether a cache is calibrated at all."""
         return self.scheme.quantized or self.budget is not None
 
     def words(self) -> str:
-        """For people: ``KV cache 4 bits``."""
+        """Describe the request for people: ``KV cache 4 bits``."""
         if self.budget is not None:
             return f"KV cache within {self.budget:g} bits on average"
         return label_words(self.scheme.label)
 
     def candidates(self) -> list[KVScheme]:
-        """Schemes whose ranges are calibrated."""
+        """Return the schemes whose ranges are calibrated."""
         if self.budget is None:
             return [self.scheme]
         return [KVScheme.of(bits, self.scheme.scales) for bits in BUDGET_BITS]
 
     def check_windows(self, seq_len: int) -> None:
-        """Raises RequestError for calibration windows too short to say anything."""
+        """Check that calibration windows are long enough to measure what was asked for.
+
+        seq_len: tokens of a window.
+
+        Raises RequestError if they are too short.
+        """
         shortest = BUDGET_TOKENS if self.budget is not None else self.scheme.first + 1
         if self.wanted and seq_len < shortest:
             what = f"--kv-budget {self.budget:g}" if self.budget is not None else f"--kv-bits {self.scheme.label}"
@@ -65,7 +71,14 @@ class CacheRequest:
 
 
 def request(bits: int | str, scales: KVScales, budget: float | None) -> CacheRequest:
-    """From the options. Raises RequestError for what cannot be."""
+    """Build the request from the options of the conversion.
+
+    bits: ``--kv-bits``.
+    scales: ``--kv-scales``.
+    budget: ``--kv-budget``, average bits, None without one.
+
+    Raises RequestError for values that are out of range or contradict each other.
+    """
     if scales not in ("online", "static"):
         raise RequestError(f"--kv-scales {scales}: online (each page its own) or static (calibrated).")
     if budget is not None and str(bits) != "16":
@@ -76,5 +89,8 @@ def request(bits: int | str, scales: KVScales, budget: float | None) -> CacheReq
 
 
 def label_words(label: int | str) -> str:
-    """What a report says of a cache: ``KV cache 4 bits``, ``KV cache k4v2``, ``KV cache fp8``."""
+    """Describe a cache for people: ``KV cache 4 bits``, ``KV cache k4v2``, ``KV cache fp8``.
+
+    label: bits, or the label of a scheme.
+    """
     return f"KV cache {bits_words(label)}"

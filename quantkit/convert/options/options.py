@@ -1,4 +1,4 @@
-"""What was asked for: the options of one conversion, validated once."""
+"""The options of one conversion, validated once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """Raises RequestError for any value outside its range, with the remedy."""
+    """The options of one conversion.
+
+    Raises RequestError for any value outside its range, with the remedy.
+    """
 
     source: str
     out: Path
@@ -140,7 +143,7 @@ class ConvertOptions:
             )
 
     def _check_numbers(self) -> None:
-        """From Python anything can come: a number in quotes would pass every comparison of another type, or none."""
+        """Check the types of numbers: from Python a number in quotes could pass comparisons, or none."""
         for option in fields(self):
             value, kind = getattr(self, option.name), str(option.type)
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -172,12 +175,12 @@ class ConvertOptions:
 
     @property
     def allocates(self) -> bool:
-        """True if bits are chosen by measured damage, within a size."""
+        """Whether bits are chosen by measured sensitivity, within a size."""
         return self.target_bpw is not None or self.target_size is not None
 
     @property
     def target(self) -> str:
-        """What was asked for, in the words of the command line; a size in the unit that people read."""
+        """The requested size in the words of the command line, in a unit that people read."""
         if self.target_bpw is not None:
             return f"--target-bpw {self.target_bpw:g}"
         assert isinstance(self.target_size, int)
@@ -195,15 +198,15 @@ class ConvertOptions:
 
     @property
     def scheme(self) -> Scheme:
-        """What is not said otherwise; with a target only what rules start from, and what all options have in common."""
+        """The scheme of weights without a rule; with a target, what rules start from and all options have in common."""
         size: Any = 128 if self.group_size == AUTO else self.group_size
         return Scheme(self.bits, size, self.symmetric, self.scale_dtype, self.activations)
 
     @property
     def method_options(self) -> dict[str, Any]:
-        """What goes with the method, or was taken out of a preset.
+        """The options that belong to the method, or were taken out of a preset.
 
-        Everything that decides how codes are found and has no line of its own in a plan.
+        These decide how codes are found and have no line of their own in a plan.
         """
         in_preset = {} if self.preset is None else PRESETS[self.preset]
         return {
@@ -214,43 +217,43 @@ class ConvertOptions:
 
     @property
     def cache(self) -> CacheRequest:
-        """What was asked for the KV cache."""
+        """The requested KV cache."""
         scales: Any = self.kv_scales
         return request(self.kv_bits, scales, self.kv_budget)
 
     @property
     def work_folder(self) -> Path:
-        """Where a job keeps what it has done so far: the same folder each time the job is started."""
+        """The folder that a job keeps its progress in: the same one each time the job is started."""
         return Path(self.work_dir) if self.work_dir is not None else self.out.parent / f".{self.out.name}.work"
 
     @property
     def needs_data(self) -> bool:
-        """True if calibration text is read: for the method's statistics, or for the scales of the KV cache."""
+        """Whether calibration text is read: for the method's statistics, or for the scales of the KV cache."""
         writes = self.distil > 0 and self.calibration == "self"  # windows that the pass after the blocks takes
         return self.method in algorithms.CALIBRATED or self.cache.wanted or writes
 
     @property
     def paired(self) -> bool:
-        """True if the original model's states are kept beside the quantized ones."""
+        """Whether the original model's states are kept beside the quantized ones."""
         return self.method in algorithms.PAIRED or self.gptaq
 
     @property
     def folds(self) -> bool:
-        """True if channels are scaled before rounding."""
+        """Whether channels are scaled before rounding."""
         return self.method in algorithms.FOLDING or self.fold
 
     @property
     def crossed(self) -> bool:
-        """True if the method wants to know how inputs go together with what the original model has in their place."""
+        """Whether the method compares inputs with the original model's in their place (``InputGroup.cross``)."""
         return self.gptaq
 
     @property
     def draws(self) -> bool:
-        """True if random tokens stand in for a text."""
+        """Whether random tokens stand in for a text."""
         return self.method in algorithms.DRAWN and not self.needs_data
 
     def for_manifest(self) -> dict[str, Any]:
-        """What decides the bytes of the result (where it is written does not)."""
+        """Return the options that decide the bytes of the result (the place where it is written does not)."""
         data = asdict(self)
         data["rules"] = list(self.rules)
         # source and text are identified by their hashes: a path would change the bytes and tell where they lay
@@ -282,7 +285,11 @@ DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(ConvertOptio
 
 
 def parse_size(text: int | str) -> int:
-    """Bytes. Raises RequestError.
+    """Return a size in bytes.
+
+    text: a number of bytes, or a number with a unit.
+
+    Raises RequestError for anything else.
 
     >>> parse_size("3.5GB"), parse_size("1 GiB"), parse_size(77)
     (3500000000, 1073741824, 77)
@@ -294,7 +301,11 @@ def parse_size(text: int | str) -> int:
 
 
 def method_words(method: str, options: Mapping[str, Any], preset: str | None) -> str:
-    """A method with its ``ConvertOptions.method_options``, as they are typed.
+    """Spell a method with its ``ConvertOptions.method_options`` as they are typed.
+
+    method: the name of the method.
+    options: as ``ConvertOptions.method_options`` gives them.
+    preset: the preset that they come from, None without one.
 
     >>> method_words("gptq", {"fold": True, "distil": 8}, "balanced")
     'gptq --fold --distil 8 (preset balanced)'

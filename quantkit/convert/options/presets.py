@@ -23,9 +23,11 @@ INT8_ACTIVATIONS: dict[str, Any] = {"bits": 8, "group_size": None, "symmetric": 
 
 
 def apply_activations(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that ``activations="int8"`` adds to those that were given.
+    """Return the options that ``activations="int8"`` adds to those that were given.
 
-    One that contradicts it is refused later, by the scheme.
+    An option that contradicts it is refused later, by the scheme.
+
+    given: the options that were written out.
     """
     if given.get("activations") in (None, "none"):
         return {}
@@ -33,19 +35,28 @@ def apply_activations(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_target(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a target adds to the options that were given: group sizes are chosen, too, unless one is given."""
+    """Return the options that a target adds: group sizes are chosen, too, unless one is given.
+
+    given: the options that were written out.
+    """
     wanted = given.get("target_bpw") is not None or given.get("target_size") is not None
     return {"group_size": AUTO} if wanted and "group_size" not in given else {}
 
 
 def check_preset(preset: str | None) -> None:
-    """Raises RequestError for an unknown preset."""
+    """Check that a preset exists.
+
+    Raises RequestError for an unknown preset.
+    """
     if preset is not None and preset not in PRESETS:
         raise RequestError(f"--preset {preset} is no preset. Presets: {', '.join(PRESETS)}.")
 
 
 def apply_preset(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options a preset adds to those that were given.
+    """Return the options that a preset adds to those that were given.
+
+    preset: its name, None for none.
+    given: the options that were written out.
 
     Raises RequestError for an unknown preset or a contradiction.
     """

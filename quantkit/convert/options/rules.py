@@ -36,7 +36,7 @@ EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One parsed rule. None: what the options of the whole job say. group_size 0: per channel (None is taken)."""
+    """One parsed rule. A field that is None keeps the job's option; group_size 0 is per channel."""
 
     text: str
     pattern: str
@@ -46,16 +46,22 @@ class Rule:
     symmetric: bool | None = None
 
     def matches(self, name: str) -> bool:
+        """Tell whether a module name matches the pattern, as a whole or after a dot."""
         if self.pattern.startswith("re:"):
             return re.fullmatch(self.pattern[3:], name) is not None
         return fnmatchcase(name, self.pattern) or fnmatchcase(name, f"*.{self.pattern}")
 
     def names(self, name: str) -> bool:
-        """True if it matches and ends in the module's own last name: what head and embeddings ask for."""
+        """Tell whether the pattern matches and ends in the module's own last name, as head and embeddings require."""
         return self.matches(name) and self.pattern.rstrip("$)").endswith(name.rpartition(".")[2])
 
     def scheme(self, base: Scheme) -> Scheme | None:
-        """The scheme of a matched module, None for 16 bit. Raises RequestError for a value outside its range."""
+        """Return the scheme of a matched module, None for 16 bit.
+
+        base: the scheme of the whole job.
+
+        Raises RequestError for a value outside its range.
+        """
         if self.keep:
             return None
         size = base.group_size if self.group_size is None else (self.group_size or None)
@@ -64,14 +70,25 @@ class Rule:
 
 
 def parse_rules(texts: Iterable[str], base: Scheme) -> tuple[Rule, ...]:
-    """Parse and validate. Raises RequestError naming the rule, and what a rule looks like."""
+    """Parse and validate rules.
+
+    texts: rules as they are typed.
+    base: the scheme of the whole job.
+
+    Raises RequestError that names the rule and shows the syntax.
+    """
     if isinstance(texts, str):
         raise RequestError(f"rules={texts!r}: give a list of rules, [{texts!r}].")
     return tuple(parse_rule(text, base) for text in texts)
 
 
 def parse_rule(text: str, base: Scheme) -> Rule:
-    """One rule. Raises RequestError.
+    """Parse one rule.
+
+    text: the rule as it is typed.
+    base: the scheme of the whole job.
+
+    Raises RequestError for wrong syntax or a value outside its range.
 
     >>> parse_rule("*.down_proj=bits:8,group:channel", Scheme(4, 128)).scheme(Scheme(4, 128)).describe()
     'W8 channel sym'
@@ -125,7 +142,7 @@ def _bad(text: str, what: str) -> RequestError:
 
 
 class Problem(NamedTuple):
-    """Why something cannot be, apart from what it is about: problems with one reason are printed as one line."""
+    """Why something is impossible, without its subject: problems with one reason are printed as one line."""
 
     # a module's stored name, or a rule
     subject: str
@@ -134,9 +151,11 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the rules say about a model.
+    """The schemes that rules give to the modules of a model.
 
-    schemes: by module name, None for 16 bit. problems: rules without effect. taken: the modules that some rule takes.
+    schemes: by module name, None for 16 bit.
+    problems: rules without effect.
+    taken: the modules that some rule takes.
     """
 
     schemes: Mapping[str, Scheme | None]
@@ -192,12 +211,15 @@ def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
 
 
 def scheme_words(scheme: Scheme | None) -> str:
-    """What a weight's scheme is called: ``W4 g64 asym``, or ``16 bit`` for None."""
+    """Name the scheme of a weight: ``W4 g64 asym``, or ``16 bit`` for None."""
     return "16 bit" if scheme is None else scheme.describe()
 
 
 def split_fused(schemes: Mapping[str, Scheme | None]) -> list[str]:
-    """One sentence per kind of fused linears whose schemes differ: who, what, and the rule that mends it."""
+    """Return a sentence for each kind of fused linears whose schemes differ, with the rule that gives them one.
+
+    schemes: by module name, None for 16 bit.
+    """
     groups_of: dict[str, dict[str, list[str]]] = {}
     for name in schemes:
         for group, pattern in fused_groups(name):
@@ -220,7 +242,10 @@ def split_fused(schemes: Mapping[str, Scheme | None]) -> list[str]:
 
 
 def fused_groups(name: str) -> list[tuple[str, str]]:
-    """(owner, the pattern of a rule that covers them all) of each set of fused linears that a module belongs to."""
+    """Return each set of fused linears that a module belongs to: (owner, pattern of a rule that covers them all).
+
+    name: the module's name.
+    """
     experts = EXPERTS.match(name)
     if experts:
         return [(experts[1], "*.experts.*")]

@@ -1,4 +1,4 @@
-"""What a format's config says of the modules of a converted model."""
+"""The layout of a converted model's modules, from which a format writes its config."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from quantkit.model.skeleton import Weights
 def checkpoint_layout(weights: Weights, targets: Mapping[str, Target], *, fp8_cache: bool) -> CheckpointLayout:
     """Name the modules that are quantized, with their schemes, and those that stay dense.
 
-    targets: by module name of the skeleton. fp8_cache: the checkpoint stores the scales of an fp8 cache for other
-    engines. In the order of a repack's layout, too.
+    The order is that of a repack's layout, too.
+
+    weights: the source's tensors.
+    targets: quantized weights, by module name of the skeleton.
+    fp8_cache: the checkpoint stores the scales of an fp8 cache for other engines.
     """
     model, names = weights.model, weights.names
     known = routers(model)

@@ -1,9 +1,9 @@
-"""Write what lies beside the weights of a checkpoint.
+"""Write the files beside the weights of a checkpoint.
 
-That is config, generation config, tokenizer, the source's own files, KV scales and manifest. Of the source's own
-files, licences, notices, model cards and plain data (``*.md``, ``*.txt``, ``*.json``) come along. Code and pickles do
-not: nothing that could run is passed on. Nor does what describes the source's weights or its training, which other
-tools would take for a description of the new ones. What stays behind is named in the plan.
+They are config, generation config, tokenizer, the source's own files, KV scales and manifest. Of the source's own
+files, licences, notices, model cards and plain data (``*.md``, ``*.txt``, ``*.json``) are copied. Code and pickles are
+not: nothing that could run is passed on. Nor are files that describe the source's weights or its training, which other
+tools would take for a description of the new ones. The plan names the files that are left behind.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ def write_beside(
 ) -> None:
     """Write everything but the weights into ``folder``.
 
-    quantization: the ``quantization_config`` that engines read; manifest: what made these bytes (quantkit.json).
+    source: the checkpoint that was converted.
+    folder: the output, not yet under its name.
+    quantization: the ``quantization_config`` that engines read.
+    manifest: options, hashes and decisions that made these bytes (quantkit.json).
+    kv: the KV-cache plan, None without one.
+
     Raises QuantkitError when the disk is full.
     """
     config = {**passed_on(source.config), "quantization_config": quantization}

@@ -20,19 +20,29 @@ TOO_LARGE = (
 
 
 def prompt_of(tokenizer: Any, text: CalibrationWindows | None) -> list[int]:
-    """The first tokens of a text, or of a fixed phrase where there is none."""
+    """Return the first tokens of a text, or of a fixed phrase where there is none.
+
+    tokenizer: of the model.
+    text: the calibration windows, None without any.
+    """
     if text is None:
         return fallback(tokenizer)
     return [int(token) for token in text.ids[0, :PROMPT_TOKENS]]
 
 
 def continue_prompt(folder: Path, ids: list[int], tokenizer: Any, out: str, remedy: str) -> dict[str, str] | str:
-    """Load ``folder`` and continue the tokens ``ids`` greedily.
-
-    out, remedy: how an error's message names the folder, and what it advises.
+    """Load a written folder and continue a prompt greedily.
 
     Returns ``{"prompt": ..., "text": ...}``, or the reason why not: an architecture whose cache quantkit's runtime does
-    not know. Raises NumericsError if a logit is not finite, CheckpointError or SourceError if the folder does not load.
+    not know.
+
+    folder: the written checkpoint.
+    ids: the prompt's tokens.
+    tokenizer: of the model.
+    out: the folder's name in an error's message.
+    remedy: the advice in an error's message.
+
+    Raises NumericsError if a logit is not finite, CheckpointError or SourceError if the folder does not load.
     """
     from quantkit.checkpoint.tokenizer import check_vocabulary
     from quantkit.runtime.kv_cache.transformers_cache import transformers_cache

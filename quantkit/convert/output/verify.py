@@ -1,4 +1,4 @@
-"""Read back what was written and compare it with what was decided, before the folder gets its final name."""
+"""Read the written tensors back and compare them with the decisions, before the folder gets its final name."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from quantkit.formats.reader import QuantizedReader
 
 @dataclass
 class CastLoss:
-    """What an engine loses that casts fp16 scales to bfloat16 (8 bits of mantissa instead of 11), over all modules."""
+    """The error in engines that cast fp16 scales to bfloat16 (8 bits of mantissa instead of 11), over all modules."""
 
     # of the error and of the weights, both summed in float64
     squared: float = 0.0
     energy: float = 0.0
 
     def add(self, q: QuantTensor) -> None:
-        """Count a module in."""
+        """Add a module to the sums."""
         weight = q.dequantize()
         cast = replace(q, scales=q.scales.to(torch.bfloat16), scheme=replace(q.scheme, scale_dtype="bfloat16"))
         self.squared += float((cast.dequantize() - weight).square().sum(dtype=torch.float64))
         self.energy += float(weight.square().sum(dtype=torch.float64))
 
     def note(self) -> str:
-        """For the report."""
+        """Return the note for the report."""
         relative = (self.squared / max(self.energy, 1e-300)) ** 0.5
         return (
             "an engine that casts the scales to bfloat16, the source's dtype, changes the quantized weights by"
@@ -45,10 +45,14 @@ class CastLoss:
 def verify_folder(
     folder: Path, digests: dict[str, str], entries: dict[str, WrittenTensor], cast: CastLoss | None = None
 ) -> int:
-    """Read every tensor of ``folder`` and decode every module. Returns how many tensors were compared.
+    """Read every tensor of a folder and decode every module; return how many tensors were compared.
 
-    digests: module name -> ``decision_sha256``; entries: what the writer was given. cast: collects what bfloat16
-    scales would lose. Raises CheckpointError, naming the tensor, for any difference.
+    folder: the written checkpoint.
+    digests: module name -> ``decision_sha256``.
+    entries: stored name -> checksum of the tensor that was given to the writer.
+    cast: collects the error of bfloat16 scales; None to skip it.
+
+    Raises CheckpointError, naming the tensor, for any difference.
     """
     source = FolderSource(folder)
     reader = QuantizedReader(source)
@@ -72,9 +76,12 @@ def verify_folder(
 
 
 def verify_kv(folder: Path, decided: KVPlan | None) -> int:
-    """Read back how the KV cache is kept.
+    """Read back how the KV cache is kept; return how many tensors were compared.
 
-    Returns how many tensors were compared; raises CheckpointError for a difference.
+    folder: the written checkpoint.
+    decided: the KV-cache plan, None without one.
+
+    Raises CheckpointError for a difference.
     """
     stored = read_kv_plan(folder)
     if decided is None or stored is None:
@@ -95,7 +102,10 @@ def verify_kv(folder: Path, decided: KVPlan | None) -> int:
 
 
 def _same_names(folder: Path, what: str, written: set[str], read: set[str]) -> None:
-    """Raises CheckpointError if names are missing, or there are others."""
+    """Check that no name is missing and none was added.
+
+    Raises CheckpointError for a difference.
+    """
     if written != read:
         odd = sorted(written ^ read)
         raise CheckpointError(f"{folder.name}: {what} written and read differ: {len(odd)} names, first {odd[0]!r}.")

@@ -44,6 +44,7 @@ class Prediction:
     busiest: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        """Return the peaks and sizes as JSON for ``--dry-run --json``."""
         return {
             "peak_host_bytes": self.host,
             "peak_device_bytes": self.device,
@@ -272,6 +273,8 @@ def _pinned(total: int, batch: int) -> int:
 def check_device(device: torch.device, need: Prediction, spares: str = "") -> list[str]:
     """Return a problem, in words, if a GPU has less free memory than the job needs.
 
+    device: where blocks are worked on.
+    need: the predicted peak.
     spares: the option that leaves out the sensitivity pass, "" if none does.
     """
     if device.type != "cuda":

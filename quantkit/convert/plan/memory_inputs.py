@@ -191,7 +191,9 @@ def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int
     They are packed weights (kernels hold 2 and 3 bits in 4, 5 to 7 in 8, and scales twice), the rest in float32, and
     the largest tensor while it is loaded: as stored and its mask, or its codes and the temporaries of packing them.
 
-    infos: the tensors in 16 bit. packed: bytes of the quantized weights. weights: element counts of those.
+    infos: the tensors in 16 bit.
+    packed: bytes of the quantized weights.
+    weights: element counts of the quantized weights.
     """
     dense = [info.nbytes // info.dtype.itemsize for info in infos]
     return 4 * sum(dense) + 2 * packed + max(3 * max(dense, default=0), 10 * max(weights, default=0))
@@ -231,7 +233,11 @@ def sensitivity_bytes(
 ) -> int:
     """Return the bytes that ``SensitivityPass.measure`` takes.
 
-    units: the units of a bit budget whose sensitivity is measured. guided: token importance is fitted, too.
+    sizes: the sizes counted so far.
+    weights: the source's tensors.
+    blocks: the blocks of the model.
+    units: the units of a bit budget whose sensitivity is measured.
+    guided: token importance is fitted, too.
     """
     plain = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
     vocabulary: int = weights.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]

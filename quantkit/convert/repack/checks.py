@@ -1,6 +1,6 @@
-"""Check what is asked of a repack.
+"""Check the options of a repack.
 
-The format can be chosen. Anything else either is true of the source already, or is refused.
+The format can be chosen. Any other option must agree with the source, or is refused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ def refuse_contradictions(
     method: str | None,
     calibrating: Sequence[str] = (),
 ) -> None:
-    """Raises RequestError for an option that contradicts the stored model, or that has no effect on a repack.
+    """Refuse options that contradict the stored model, or that have no effect on a repack.
 
-    requested: options that were given, by the names of ConvertOptions. method: how the source was quantized, None if
-    unknown. calibrating: options that have an effect, because the KV cache is calibrated anew.
+    path: the source, for the message.
+    requested: options that were given, by the names of ConvertOptions.
+    schemes: of the stored modules.
+    kv_bits: of the stored KV cache.
+    method: how the source was quantized, None if unknown.
+    calibrating: options that have an effect, because the KV cache is calibrated anew.
+
+    Raises RequestError for such an option.
     """
     sizes = {scheme.group_size for scheme in schemes}
     stored: dict[str, set[Any]] = {
@@ -62,7 +68,13 @@ def refuse_contradictions(
 
 
 def refuse_preset(path: str, preset: str | None) -> None:
-    """Raises RequestError for a preset: nothing is quantized."""
+    """Refuse a preset: nothing is quantized.
+
+    path: the source, for the message.
+    preset: its name, None without one.
+
+    Raises RequestError for any preset.
+    """
     if preset is not None:
         raise RequestError(f"--preset {preset} has no effect: {path} is quantized and is repacked. Leave it out.")
 
@@ -77,7 +89,7 @@ def _typed(name: str, value: Any) -> str:
 
 
 def _stored_words(name: str, stored: set[Any]) -> str:
-    """What the source has in place of an option."""
+    """Describe the value that the source has in place of an option."""
     values = sorted(stored, key=str)
     if name == "symmetric":
         return " and ".join("symmetric weights" if value else "one zero point per group" for value in values)

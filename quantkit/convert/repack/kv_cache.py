@@ -52,15 +52,15 @@ class CachePlan:
 
     @property
     def matmul_precision(self) -> str:
-        """In which the model runs, see ``calibrate.matmul_precision``."""
+        """The precision in which the model runs, see ``calibrate.matmul_precision``."""
         return choose_precision(self.options.matmul_precision, choose_device(self.options.device))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedCache:
-    """What a calibration found."""
+    """The result of a calibration."""
 
-    # by attention module: ranges, and with a budget the damage of every width
+    # by attention module: ranges, and with a budget the sensitivity to every width
     layers: dict[str, LayerRanges]
     # the tokens it ran on
     windows: CalibrationWindows
@@ -69,10 +69,14 @@ class CalibratedCache:
 
 
 def plan_cache(source: Source, out: Path, requested: Mapping[str, Any], problems: list[str]) -> CachePlan | None:
-    """Plan to calibrate the KV cache of a quantized source, None if no cache is asked for.
+    """Plan to calibrate the KV cache of a quantized source; None if no cache is asked for.
 
-    requested: the options of convert that were given. Raises RequestError for an option that cannot be; what is wrong
-    with text and model is added to ``problems``.
+    source: the quantized source.
+    out: the output folder.
+    requested: the options of convert that were given.
+    problems: gets what is wrong with text and model.
+
+    Raises RequestError for an option out of range.
     """
     given = {name: requested[name] for name in (*OPTIONS, "device") if requested.get(name) is not None}
     options = ConvertOptions(str(source.path), out, method="rtn", **given)
@@ -91,7 +95,7 @@ def plan_cache(source: Source, out: Path, requested: Mapping[str, Any], problems
 
 
 def manifest_entry(plan: CachePlan, windows: CalibrationWindows) -> dict[str, Any]:
-    """What decides the calibration's result, for the manifest."""
+    """Return what decides the calibration's result, for the manifest."""
     options = plan.options
     return {
         "kv_bits": options.kv_bits,
@@ -106,7 +110,7 @@ def manifest_entry(plan: CachePlan, windows: CalibrationWindows) -> dict[str, An
 
 
 def _host_bytes(model: nn.Module, options: ConvertOptions) -> int:
-    """The embedding, the states, one block and its activations in float32, and the sample of keys and values."""
+    """Return the bytes of embedding, states, one block and its activations in float32, and the observer's sample."""
     config: Any = model.config
     blocks = find_blocks(model)
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks.modules)
@@ -122,7 +126,9 @@ def _host_bytes(model: nn.Module, options: ConvertOptions) -> int:
 def calibrate_cache(plan: CachePlan, source: Source, listen: Callable[[str, int, int], None]) -> CalibratedCache:
     """Run the quantized model over the calibration text, block by block, and observe its keys and values.
 
-    listen: called with what is done ("self": the model writes its text; "blocks"), how much of it, and how much in all.
+    plan: the calibration.
+    source: the quantized source.
+    listen: called with the step ("self": the model writes its text; "blocks"), how much of it is done, and of how much.
     """
     assert plan.windows is not None
     device, windows = choose_device(plan.options.device), plan.windows

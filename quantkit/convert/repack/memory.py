@@ -1,4 +1,4 @@
-"""How much memory a repack takes, before it begins."""
+"""Predict the memory of a repack before it begins."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ LIBRARIES = 200 << 20
 
 @dataclass(frozen=True)
 class RepackNeed:
-    """What a repack takes.
+    """The memory of a repack.
 
-    host: bytes at the peak. generates: whether the written model is run: it takes no more than memory.GENERATE_BYTES,
-    or than the repack takes anyway.
+    host: bytes at the peak.
+    generates: whether the written model is run: only if it takes no more than memory.GENERATE_BYTES, or than the repack
+        takes anyway.
     """
 
     host: int
@@ -34,7 +35,9 @@ def predict_repack(
 ) -> RepackNeed:
     """Predict the host memory at the peak.
 
-    copied: tensors that are copied. packed: bytes of all quantized modules, as they are written; shapes: of each.
+    copied: tensors that are copied.
+    packed: bytes of all quantized modules, as they are written.
+    shapes: of each quantized module.
     calibrating: bytes that the calibration of the KV cache takes, or 0.
     """
     largest = max((info.nbytes for info in copied), default=0)

@@ -1,4 +1,4 @@
-"""A repack, decided and checked before a tensor is read: which codes go where, and what the new format cannot hold."""
+"""The plan of a repack, checked before a tensor is read: the modules to write, and what the new format cannot hold."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ORIGINAL = "Repacking changes no code; quantize the 16-bit original for this for
 
 @dataclass(frozen=True, kw_only=True)
 class RepackPlan:
-    """A repack, ready to run. ``problems`` is empty, or the plan must not run. Sizes in bytes."""
+    """A repack, ready to run unless ``problems`` has an entry. Sizes in bytes."""
 
     source: Source
     reader: QuantizedReader
@@ -62,16 +62,16 @@ class RepackPlan:
     warnings: tuple[str, ...]
 
     def raise_problems(self) -> None:
-        """Raises RequestError that lists every problem at once."""
+        """Raise RequestError that lists every problem at once, if there are any."""
         if self.problems:
             raise RequestError("This repack cannot run:\n" + "\n".join(f"  - {problem}" for problem in self.problems))
 
     def schemes(self) -> dict[str, int]:
-        """How many modules have which scheme, most common first."""
+        """Count the modules of each scheme, most common first."""
         return dict(Counter(scheme.describe() for scheme in self.layout.modules.values()).most_common())
 
     def to_json(self) -> dict[str, Any]:
-        """The plan for ``--dry-run --json``."""
+        """Return the plan for ``--dry-run --json``."""
         return {
             "out": str(self.out),
             "repacked_from": self.reader.format,
@@ -87,7 +87,7 @@ class RepackPlan:
         }
 
     def describe(self) -> str:
-        """The plan in words: what ``--dry-run`` prints."""
+        """Describe the plan in words: what ``--dry-run`` prints."""
         lines = [
             f"{self.source.path} -> {self.out}",
             f"  repack    {self.reader.format} -> {self.format.name}: the same codes"
@@ -107,10 +107,15 @@ class RepackPlan:
 
 
 def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> RepackPlan | None:
-    """Plan to repack a quantized source, or None if ``source`` is a floating-point model.
+    """Plan to repack a quantized source; None if ``source`` is a floating-point model.
 
-    requested: the options of convert that were given, without defaults. Raises RequestError for one that contradicts
-    what is stored, and for one that has no effect; what the format cannot hold is collected in ``RepackPlan.problems``.
+    What the format cannot hold is collected in ``RepackPlan.problems``.
+
+    source: the checkpoint to read.
+    out: the output folder.
+    requested: the options of convert that were given, without defaults.
+
+    Raises RequestError for an option that contradicts the stored model or has no effect.
     """
     if source.quantization() is None:
         return None
@@ -156,14 +161,14 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
 def _refuse_options(
     source: Source, requested: Mapping[str, Any], schemes: Sequence[Scheme], kv: KVPlan | None, cache: CachePlan | None
 ) -> None:
-    """Raises RequestError, see ``refuse_contradictions``."""
+    """Refuse options by ``refuse_contradictions``, with its RequestError."""
     method = read_manifest(source).get("options", {}).get("method")
     kv_bits: int | str = 16 if kv is None else kv.label
     refuse_contradictions(source.path, requested, schemes, kv_bits, method, () if cache is None else OPTIONS)
 
 
 def _holds_fp8(kv: KVPlan | None, cache: CachePlan | None) -> bool:
-    """True if the written model has an fp8 KV cache."""
+    """Tell whether the written model has an fp8 KV cache."""
     if cache is not None:
         return cache.options.kv_bits == "fp8"
     return kv is not None and kv.label == "fp8"
@@ -181,7 +186,7 @@ def _layout(
 def _warnings(
     reader: QuantizedReader, form: Format, layout: CheckpointLayout, kv: KVPlan | None, cache: CachePlan | None
 ) -> list[str]:
-    """What a user should know of the KV cache, and of a source that has the format already."""
+    """Return warnings on the KV cache, and on a source that has the format already."""
     warnings = _cache_scales_left(reader, layout, kv)
     warnings += () if cache is None else cache.warnings
     if kv or cache:
@@ -192,7 +197,7 @@ def _warnings(
 
 
 def _cache_scales_left(reader: QuantizedReader, layout: CheckpointLayout, kv: KVPlan | None) -> list[str]:
-    """A warning if scales of an fp8 cache are stored that do not come along."""
+    """Return a warning if scales of an fp8 cache are stored that are not copied."""
     left = [] if layout.fp8_cache else reader.cache_names()
     if not left or kv is not None:  # quantkit's own are in quantkit_kv.safetensors too
         return []
@@ -202,7 +207,13 @@ def _cache_scales_left(reader: QuantizedReader, layout: CheckpointLayout, kv: KV
 
 
 def integer_module(reader: QuantizedReader, name: str) -> QuantTensor:
-    """Read a quantized module. Raises CheckpointError for one that is not integers with scales."""
+    """Read a quantized module.
+
+    reader: of the source.
+    name: the module's name in the checkpoint.
+
+    Raises CheckpointError for one that is not integers with scales.
+    """
     q = reader.module(name)
     if not isinstance(q, QuantTensor):
         raise CheckpointError(
@@ -218,7 +229,7 @@ def _refused(
     schemes: Mapping[str, Scheme | str],
     shapes: Mapping[str, tuple[int, int]],
 ) -> list[str]:
-    """Why the format cannot hold the stored modules.
+    """Return why the format cannot hold the stored modules.
 
     schemes: of every module, a number format's name if not integers.
     """
@@ -247,7 +258,7 @@ def _refused(
 
 
 def _module_problem(form: Format, name: str, scheme: Scheme, shape: tuple[int, int]) -> Problem | None:
-    """Why the format cannot hold one module."""
+    """Return why the format cannot hold one module, None if it can."""
     kind, refusal = head_or_embedding(name), form.supports(scheme, *shape)
     why = None if refusal is None else refusal.reason
     if kind is not None and not {kind, "tied"} & set(form.head_embeddings):
@@ -258,7 +269,10 @@ def _module_problem(form: Format, name: str, scheme: Scheme, shape: tuple[int, i
 
 
 def head_or_embedding(name: str) -> str | None:
-    """``head`` or ``embedding`` for a module outside the blocks, by the names that models use; None inside them."""
+    """Return ``head`` or ``embedding`` for a module outside the blocks, None inside them.
+
+    name: the module's name; models use a few usual ones.
+    """
     local = name.rpartition(".")[2]
     if local in ("lm_head", "embed_out"):
         return "head"
@@ -266,7 +280,10 @@ def head_or_embedding(name: str) -> str | None:
 
 
 def _plain(reader: QuantizedReader, structure: Structure | str) -> tuple[list[str], list[str], list[str]]:
-    """Tensors to copy; problems; notes. Biases that the model has no place for are left out if they are zeros."""
+    """Return tensors to copy, problems, and notes.
+
+    Biases that the model has no place for are left out if they are zeros.
+    """
     plain = reader.plain_names()
     if isinstance(structure, str) or not structure.extra_biases:
         return plain, [], []
@@ -281,7 +298,7 @@ def _plain(reader: QuantizedReader, structure: Structure | str) -> tuple[list[st
 
 
 def _dense(reader: QuantizedReader, structure: Structure | str) -> list[str]:
-    """Matrices that are no part of a quantized module: what the config has to name as left at 16 bit.
+    """Return the matrices outside quantized modules, which the config has to name as left at 16 bit.
 
     The head is among them: a tied one is not stored, but engines look for it.
     """
@@ -301,7 +318,12 @@ def _dense(reader: QuantizedReader, structure: Structure | str) -> list[str]:
 
 
 def read_manifest(source: Source) -> dict[str, Any]:
-    """quantkit.json of a folder that quantkit wrote; empty for another tool's."""
+    """Read quantkit.json of a folder that quantkit wrote; empty for another tool's.
+
+    source: the quantized source.
+
+    Raises CheckpointError if the file cannot be read.
+    """
     path = source.path / "quantkit.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -35,10 +35,14 @@ from quantkit.version import __version__
 
 
 def run_repack(plan: RepackPlan, listen: Listener, started: float | None = None) -> ConvertReport:
-    """Execute a plan: read, write and read back module by module. Raises QuantkitError if it has problems.
+    """Execute a plan: read, write and read back module by module.
 
-    Raises CheckpointError, naming the module, for what shows only in the values: act-order groups, a zero point that
-    the format has no field for. Nothing is left behind then.
+    plan: the repack.
+    listen: called with a ``Progress`` before every step.
+    started: ``time.perf_counter()`` when the request came, so that planning counts in the report's seconds.
+
+    Raises QuantkitError if the plan has problems. Raises CheckpointError, naming the module, for what shows only in the
+    values: act-order groups, a zero point that the format has no field for. Nothing is left behind then.
     """
     plan.raise_problems()
     map_large_blocks()
@@ -88,7 +92,7 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
 
 
 def _report(plan: RepackPlan) -> ConvertReport:
-    """The report before anything is done."""
+    """Return the report before anything is done."""
     source = plan.source
     return ConvertReport(
         out=plan.out,
@@ -106,7 +110,7 @@ def _report(plan: RepackPlan) -> ConvertReport:
 def _calibrate(
     plan: RepackPlan, cache: CachePlan, report: ConvertReport, listen: Listener
 ) -> tuple[KVPlan, dict[str, Any]]:
-    """A cache for the stored weights (bits and scales of every layer), and what decided it, for the manifest."""
+    """Return a KV-cache plan for the stored weights, and what decided it, for the manifest."""
     request = cache.options.cache
     calibrated = calibrate_cache(cache, plan.source, lambda *at: listen(Progress(*at)))
     kv = decide_cache(request, calibrated.layers)
@@ -121,7 +125,7 @@ def _write_tensors(
 ) -> dict[str, str]:
     """Write every module, every tensor that is copied, and other engines' cache scales.
 
-    ``decision_sha256`` by module.
+    Returns ``decision_sha256`` by module.
     """
     reader, batch, decisions = plan.reader, _Batch(writer), dict[str, str]()
     for done, name in enumerate(reader.modules):
@@ -145,7 +149,7 @@ def _write_tensors(
 
 
 def _smoke_test(plan: RepackPlan, folder: Path) -> dict[str, str] | str:
-    """What the written model makes of a prompt; or, why it is not run."""
+    """Return the written model's continuation of a prompt, or why it is not run."""
     if not plan.generates:
         return TOO_LARGE
     try:
@@ -177,7 +181,7 @@ class _Batch:
 
 
 def _manifest(plan: RepackPlan, calibration: dict[str, Any] | None, cache: dict[str, Any] | None) -> dict[str, Any]:
-    """What made these bytes. No times and no paths. ``source``: the manifest of what was repacked."""
+    """Return what made these bytes, without times and paths. ``source``: the manifest of the repacked folder."""
     return {
         "quantkit_version": __version__,
         "repacked_from": {"format": plan.reader.format, "sha256": plan.source.digest()},

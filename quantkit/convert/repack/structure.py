@@ -1,4 +1,4 @@
-"""What a repack asks of the model's structure: which stored matrices are embeddings, which biases have no place."""
+"""The model's structure as a repack needs it: which stored matrices are embeddings, which biases have no place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quantkit.runtime.layers.build import find_modules
 
 
 class Structure:
-    """What the model's structure says about the stored tensors.
+    """What the model's structure tells about the stored tensors.
 
     embeddings: stored matrices that are looked up, not multiplied (positions too), without ``.weight``.
     extra_biases: stored biases of quantized modules that have none in the model (AutoGPTQ wrote zeros for every layer).
@@ -22,6 +22,9 @@ class Structure:
 
     def __init__(self, reader: QuantizedReader, config: dict[str, Any]) -> None:
         """Compare the stored names with the model's modules.
+
+        reader: of the quantized source.
+        config: content of its config.json.
 
         Raises UnsupportedModel for an unknown architecture, CheckpointError for quantized modules without a place.
         """
@@ -43,7 +46,11 @@ class Structure:
 
 
 def structure_of(reader: QuantizedReader, config: dict[str, Any]) -> Structure | str:
-    """The structure, or why it is not known: models that quantkit cannot run are repacked too."""
+    """Return the structure, or why it is not known: models that quantkit cannot run are repacked too.
+
+    reader: of the quantized source.
+    config: content of its config.json.
+    """
     try:
         return Structure(reader, config)
     except UnsupportedModel as error:

@@ -1,4 +1,4 @@
-"""What a bit budget was spent on: for report, JSON and manifest."""
+"""The choice within a bit budget: for report, JSON and manifest."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ ALLOCATION = {
 
 
 def summary(budget: BitBudget, choice: BudgetChoice, targets: Mapping[str, Target]) -> dict[str, Any]:
-    """Tell what was chosen for each unit of a bit budget, and what else it could have had.
+    """Return the option that was chosen for each unit of a bit budget, and the other options.
 
-    targets: by module name of the skeleton. KL is the divergence that rounding adds, in nats per token, to second
-    order.
+    KL is the divergence that rounding adds, in nats per token, to second order.
+
+    budget: the bit budget.
+    choice: the chosen options.
+    targets: by module name of the skeleton.
     """
     rows = []
     for unit, costs, sensitivities, taken in zip(
@@ -60,7 +63,11 @@ def summary(budget: BitBudget, choice: BudgetChoice, targets: Mapping[str, Targe
 
 
 def curve(budget: BitBudget, sensitivity: Sequence[Sequence[float]]) -> list[dict[str, float]]:
-    """Return the best choice at sizes from the least to the most that is possible, evenly in bytes: bits and KL."""
+    """Return bits and KL of the best choice at sizes from the least to the largest possible, in even steps of bytes.
+
+    budget: the bit budget.
+    sensitivity: by unit and option, in nats per token.
+    """
     choices = budget.choices(sensitivity)
     points = []
     for point in range(POINTS):
@@ -71,15 +78,15 @@ def curve(budget: BitBudget, sensitivity: Sequence[Sequence[float]]) -> list[dic
 
 
 def _cost(budget: BitBudget, sensitivity: Sequence[Sequence[float]], taken: Sequence[int]) -> tuple[int, float]:
-    """Bytes of the checkpoint, and the KL divergence that its rounding adds, in nats per token."""
+    """Return the bytes of the checkpoint, and the KL divergence that its rounding adds, in nats per token."""
     size = budget.fixed + sum(costs[index] for costs, index in zip(budget.costs, taken, strict=True))
     return size, sum(kls[index] for kls, index in zip(sensitivity, taken, strict=True))
 
 
 def allocation_lines(chosen: Mapping[str, Any]) -> list[str]:
-    """For people: what was reached, the curve it was chosen from, and which kinds of weights got what.
+    """Describe for people the reached size, the curve that it was chosen from, and the schemes by kind of weight.
 
-    chosen: of ``summary``.
+    chosen: as ``summary`` returns it.
     """
     lines = [
         (

@@ -16,7 +16,7 @@ from quantkit.core.host import size_text
 
 
 def describe(plan: Plan) -> str:
-    """The plan in words: the decisions, the need for memory and disk, and every problem, before anything runs."""
+    """Describe the plan in words: the decisions, the need for memory and disk, and every problem."""
     lines = [*_request_lines(plan), *_preparation_lines(plan)]
     for (shape, scheme), names in sorted(_schemes(plan).items()):
         lines.append(f"  linears   {len(names):4d} x {shape:<14} {scheme}")
@@ -44,7 +44,7 @@ def describe(plan: Plan) -> str:
 
 
 def _request_lines(plan: Plan) -> list[str]:
-    """Source, model, method and format."""
+    """Describe source, model, method and format."""
     options = plan.options
     config: Any = plan.model.config
     weights = sum(target.out_features * target.in_features for target in plan.targets.values())
@@ -67,7 +67,7 @@ def _request_lines(plan: Plan) -> list[str]:
 
 
 def _preparation_lines(plan: Plan) -> list[str]:
-    """The texts, the device, and what is measured and learned."""
+    """Describe the texts, the device, and what is measured and learned."""
     options, inputs, lines = plan.options, plan.inputs, []
     if inputs.calibration is not None:
         text = inputs.calibration
@@ -95,7 +95,7 @@ def _preparation_lines(plan: Plan) -> list[str]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan for ``--dry-run --json``."""
+    """Return the plan for ``--dry-run --json``."""
     free = _free(plan)
     return {
         "out": str(plan.options.out),
@@ -119,26 +119,26 @@ def _verdicts(plan: Plan) -> list[Verdict]:
 
 
 def _why(plan: Plan) -> str:
-    """Why not float32, where nobody asked for that."""
+    """Explain a matmul precision other than float32 where nobody asked for it."""
     if plan.options.matmul_precision != "auto" or plan.matmul_precision != "bf16":
         return ""
     return " (auto: this processor has units for them; --matmul-precision float32 is slower and exact)"
 
 
 def _kept_words(plan: Plan) -> str:
-    """That head and embeddings are among what is kept: a rule `*` does not reach them."""
+    """Tell that head and embeddings are among the weights in 16 bit: a rule `*` does not reach them."""
     if head_embeddings(plan.targets) or plan.budget is not None:
         return ""
     return ", head and embeddings among them (rules reach those by their own names only)"
 
 
 def _free(plan: Plan) -> set[str]:
-    """Modules whose scheme is not chosen yet."""
+    """Return the modules whose scheme is not chosen yet."""
     return set() if plan.budget is None else {name for unit in plan.budget.units for name in unit.members}
 
 
 def _schemes(plan: Plan) -> dict[tuple[str, str], list[str]]:
-    """Stored names of the weights by shape and scheme, in words."""
+    """Return stored names of the weights by shape and scheme, in words."""
     names: dict[tuple[str, str], list[str]] = {}
     free = _free(plan)
     for module, target in plan.targets.items():

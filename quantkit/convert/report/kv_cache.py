@@ -1,4 +1,4 @@
-"""What a report says of a calibrated KV cache."""
+"""The calibrated KV cache in a report."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SUMMARY = {
 
 
 def average_bits(plan: KVPlan) -> tuple[float, float]:
-    """Bits of a number, averaged over keys and values of all layers: of its code, and with the scales of its page.
+    """Return the average bits of a cached number over all layers: of its code, and with the scales of its page.
 
-    plan: as convert stores it, with the scales of every layer (they tell heads and head_dim).
+    plan: as convert stores it, with the scales of every layer (their shapes give heads and head_dim).
     """
     codes = stored = 0.0
     for name, scheme in plan.layers.items():
@@ -40,9 +40,13 @@ def average_bits(plan: KVPlan) -> tuple[float, float]:
 
 
 def summary(plan: KVPlan, layers: Mapping[str, LayerRanges], budget: float | None) -> dict[str, Any]:
-    """The calibrated cache for report, JSON and manifest.
+    """Return the calibrated cache for report, JSON and manifest.
 
     code_bits: of a number; stored_bits: with the scales of its page. Averages over keys and values of all layers.
+
+    plan: the KV-cache plan.
+    layers: ranges by name of the attention module.
+    budget: average bits, None without a budget.
     """
     codes, stored = average_bits(plan)
     rows = []
@@ -68,11 +72,12 @@ def summary(plan: KVPlan, layers: Mapping[str, LayerRanges], budget: float | Non
 
 
 def check_summary(cache: Mapping[str, Any] | None, path: Path) -> None:
-    """Check that a stored summary tells the damage of every layer if there was a budget.
+    """Check that a stored summary has the sensitivity of every layer if there was a budget.
 
-    cache: of the shape ``SUMMARY``, or None. path: the record that it was read from.
+    cache: of the shape ``SUMMARY``, or None.
+    path: the record that it was read from.
 
-    Raises WorkFolderError.
+    Raises WorkFolderError if a layer lacks it.
     """
     if cache is None or cache["budget"] is None:
         return
@@ -82,7 +87,10 @@ def check_summary(cache: Mapping[str, Any] | None, path: Path) -> None:
 
 
 def summary_lines(cache: Mapping[str, Any]) -> list[str]:
-    """A line for people, and with a budget the table of layers. cache: of ``summary``."""
+    """Return a line for people, and with a budget the table of layers.
+
+    cache: as ``summary`` returns it.
+    """
     lines = [
         f"  cache     {cache['scales']} scales, {cache['code_bits']:.2f} bits a number, {cache['stored_bits']:.2f} with"
         " scales" + (f" (budget {cache['budget']:g})" if cache["budget"] is not None else "")

@@ -81,7 +81,7 @@ class ConvertReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits of the quantized linears, scales and zeros counted, per weight; larger layers count for more."""
+        """Stored bits of the quantized linears per weight, scales and zeros counted; larger layers count for more."""
         return sum(layer.bits for layer in self.layers) / max(sum(layer.weights for layer in self.layers), 1)
 
     @property
@@ -90,7 +90,7 @@ class ConvertReport:
         return sum(layer.dropped_tokens for layer in self.layers)
 
     def to_store(self) -> dict[str, Any]:
-        """What a resumed job cannot find out again once the parts are gone."""
+        """Return what a resumed job cannot find out again once the parts are gone."""
         layers = [asdict(layer) for layer in self.layers]
         return {
             "verified_tensors": self.verified_tensors,
@@ -106,7 +106,7 @@ class ConvertReport:
         }
 
     def for_manifest(self) -> dict[str, Any]:
-        """What the folder tells of how it came about, beside the job's identity: no times and no paths."""
+        """Return the results that the manifest records beside the job's identity: no times and no paths."""
         layers = [layer.to_json() for layer in self.layers]
         return {
             "preset": self.preset,
@@ -118,14 +118,17 @@ class ConvertReport:
         }
 
     def learned(self) -> dict[str, Any]:
-        """What was learned: ``tuning`` if the method learns, ``distilled`` if there was an end-to-end pass."""
+        """Return what was learned: ``tuning`` if the method learns, ``distilled`` if there was an end-to-end pass."""
         tuning = {"tuning": self.tuning} if self.tuning else {}
         return {**tuning, **({} if self.distilled is None else {"distilled": self.distilled})}
 
     def restore(self, stored: dict[str, Any], path: Path) -> None:
-        """Undo ``to_store``. Raises WorkFolderError for what it did not store.
+        """Undo ``to_store``.
 
+        stored: what ``to_store`` returned.
         path: the record that it was read from.
+
+        Raises WorkFolderError for anything that ``to_store`` does not return.
         """
         as_record(stored, STORED, path)
         check_summary(stored["cache"], path)
@@ -136,6 +139,7 @@ class ConvertReport:
         self.layers = [LayerReport(**layer) for layer in stored["layers"]]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON for ``--json``."""
         return {
             "out": str(self.out),
             "method": self.method,
@@ -172,7 +176,7 @@ class ConvertReport:
         return self.table()
 
     def table(self, *, warned: bool = False) -> str:
-        """A few lines for people: what was written, how well, the worst layers.
+        """Return a few lines for people: the output, its errors, and the worst layers.
 
         warned: the plan's warnings were shown before.
         """
@@ -185,7 +189,7 @@ class ConvertReport:
         return "\n".join(lines)
 
     def _written(self) -> list[str]:
-        """What was written, its size, what it took, and what was checked."""
+        """Describe the output, its size, the time and memory it took, and the checks."""
         did = method_words(self.method, self.method_options, self.preset)
         if self.repacked_from is not None:
             did = f"repacked from {self.repacked_from}, no code changed"
@@ -214,7 +218,7 @@ class ConvertReport:
         return lines
 
     def _error(self) -> list[str]:
-        """The mean relative output error, and the largest ones; nothing without calibration data."""
+        """Describe the mean relative output error, and the largest ones; nothing without calibration data."""
         measured = [layer for layer in self.layers if layer.relative_output_error is not None]
         if not measured:
             return []
@@ -228,7 +232,7 @@ class ConvertReport:
         ]
 
     def _model_changes(self) -> list[str]:
-        """What else was done to the model: rotation, bits chosen within a size, learning."""
+        """Describe other changes of the model: rotation, bits chosen within a size, learning."""
         lines = []
         if self.rotated is not None:
             lines.append(
@@ -250,7 +254,7 @@ class ConvertReport:
         return lines
 
     def _trouble(self) -> list[str]:
-        """Layers that were not solved as asked: many with one reason share a line."""
+        """List layers that were not solved as asked; many with one reason share a line."""
         by_reason: dict[str, list[str]] = {}
         for layer in self.layers:
             if layer.fallback:
@@ -267,7 +271,10 @@ class ConvertReport:
 
 
 def _tuning_line(blocks: Sequence[Mapping[str, float]]) -> str:
-    """What learning block by block gained. blocks: of ``ConvertReport.tuning``."""
+    """Describe the gain of learning block by block.
+
+    blocks: of ``ConvertReport.tuning``.
+    """
     before, after = (sum(block[key] for block in blocks) / len(blocks) for key in ("before", "after"))
     unchanged = sum(not block["step"] for block in blocks)
     line = (
@@ -285,7 +292,7 @@ def _kl(value: float | None) -> str:
 
 
 def _change(before: int, after: int) -> str:
-    """In which direction a size went, and how far."""
+    """Describe in which direction a size changed, and how far."""
     if after > before:
         return f"{after / max(before, 1):.2f} x larger"
     return f"{before / max(after, 1):.2f} x smaller"
