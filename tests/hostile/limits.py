@@ -1,12 +1,15 @@
 """Call a function in a child process with 10 seconds and 1 GB beyond what its imports take, and tell what came of it.
 
+Seconds of processor time: what a busy machine does elsewhere does not count. What waits for something is ended, too, by
+the clock and much later.
+
 The child is kept for the next call, and started again when it has ended. What may come of a call:
 
 passed     it returned
 refused    it raised a QuantkitError
 traceback  it raised anything else
 memory     it wanted more than 1 GB
-hang       it did not return within 10 seconds
+hang       it took 10 seconds, or waited for 60
 signal     the process was ended
 """
 
@@ -18,6 +21,7 @@ import os
 import pickle
 import resource
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10.0
+WAITING = 60.0
 MEMORY = 1 << 30
 START_SECONDS = 120.0  # imports of a busy machine
 
@@ -55,9 +60,9 @@ class Outcome:
 class Limited:
     """A child process that calls functions by name."""
 
-    def __init__(self, *modules: str, seconds: float = SECONDS, memory: int = MEMORY) -> None:
+    def __init__(self, *modules: str, memory: int = MEMORY) -> None:
         """Name the modules whose import does not count as memory of a call."""
-        self._modules, self._seconds, self._memory = modules, seconds, memory
+        self._modules, self._memory = modules, memory
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, function: str, *arguments: Any, **named: Any) -> Outcome:
@@ -66,12 +71,12 @@ class Limited:
         start = time.monotonic()
         assert process.stdin is not None
         _send(process.stdin, (function, arguments, named))
-        data = self._wait(process, self._seconds)
+        data = self._wait(process, WAITING)
         seconds = time.monotonic() - start
         if data is None:
             running = process.poll() is None
             self.close()
-            kind = "hang" if running else "signal"
+            kind = "hang" if running or process.returncode == -signal.SIGPROF else "signal"
             return Outcome(kind, message=f"status {process.returncode}", seconds=seconds)
         outcome: Outcome = pickle.loads(data)
         outcome.seconds = seconds
@@ -160,7 +165,9 @@ def _child(memory: str, *modules: str) -> None:
     _send(replies, "ready")
     while header := sys.stdin.buffer.read(8):
         function, arguments, named = pickle.loads(sys.stdin.buffer.read(int.from_bytes(header, "little")))
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process
         outcome = _outcome(function, arguments, named)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         try:
             _send(replies, outcome)
         except (pickle.PicklingError, TypeError, AttributeError):

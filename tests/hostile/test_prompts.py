@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,16 +140,18 @@ def test_end_tokens_that_are_none_are_named_while_planning(
         plan_request(tiny_model, tmp_path / "out", method="rtn")
 
 
-def test_standard_input_as_a_prompt_ends(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "quantkit", "generate", str(tiny_model), "--prompt", "-"]
-    for path, words in (("/dev/zero", b"goes beyond 16,000,000 bytes"), (os.devnull, b"the prompt is empty")):
-        with open(path, "rb") as stream:
-            done = subprocess.run(command, stdin=stream, capture_output=True, check=False, timeout=100)
-        assert (done.returncode, b"Traceback" in done.stderr) == (2, False)
-        assert words in done.stderr
-    done = subprocess.run(command, input=b"caf\xe9", capture_output=True, check=False, timeout=100)
-    assert done.returncode == 2
-    assert b"not UTF-8 text (byte 3)" in done.stderr
-    done = subprocess.run([*command[:-1], b"caf\xe9"], capture_output=True, check=False, timeout=100)
-    assert done.returncode == 2
-    assert b"surrogate pair" in done.stderr
+def test_standard_input_as_a_prompt_ends(tiny_original: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from quantkit.cli.main import cli
+
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    for path, words in (
+        ("/dev/zero", "goes beyond 16,000,000 bytes"),
+        (os.devnull, "the prompt is empty"),
+        (str(tmp_path / "latin"), r"not UTF-8 text \(byte 3\)"),
+    ):
+        stream = open(path)  # noqa: SIM115
+        monkeypatch.setattr(sys, "stdin", stream)
+        with stream, pytest.raises(RequestError, match=words):
+            cli(["generate", str(tiny_original), "--prompt", "-"], standalone_mode=False)
+    with pytest.raises(RequestError, match="surrogate pair"):  # a byte of the command line that is no UTF-8
+        cli(["generate", str(tiny_original), "--prompt", "caf\udce9"], standalone_mode=False)

@@ -13,7 +13,7 @@ from quantkit.errors import SourceError
 SEPARATOR = "\n\n"
 MOST_FILE = 2 * MOST_BYTES  # bytes of a JSONL file: beside the text there are other fields
 MOST_LINE = MOST_BYTES // 2  # bytes of a line: what it says may take 25 times as much in memory
-MOST_LINES = 2_000_000  # of 16 bytes, in a text of full size
+MOST_LINES = 1_000_000  # of 32 bytes, in a text of full size
 SHOWN = 12  # fields that an error lists
 
 
