@@ -107,7 +107,10 @@ def test_ranges_are_nearly_the_best_of_all_pairs_and_the_last_group_has_its_best
         start = rtn(w, scheme, "search", h.diagonal().float()).quantized.dequantize()
         sides = []  # of each group: error [candidates, rows, 4]
         for columns in (slice(0, 4), slice(4, 8)):
-            tried = [affine.dequantize(affine.quantize(w[:, columns], *r, scheme), *r, scheme) for r in _ranges(w[:, columns], scheme)]  # fmt: skip
+            tried = [
+                affine.dequantize(affine.quantize(w[:, columns], *r, scheme), *r, scheme)
+                for r in _ranges(w[:, columns], scheme)
+            ]
             sides.append(torch.stack([start[:, columns], *tried]) - w[:, columns])
         left, right = sides
         every = torch.cat([left[:, None].expand(-1, len(right), -1, -1), right[None].expand(len(left), -1, -1, -1)], -1)

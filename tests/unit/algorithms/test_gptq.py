@@ -31,10 +31,13 @@ def problem(rows: int, cols: int, seed: int, tokens: int = 400) -> tuple[torch.T
 def test_the_loop_alone_beats_rounding_when_inputs_are_correlated_and_refining_loses_nothing_of_it(
     bits: int, group: int | None, symmetric: bool, scales: str, seed: int
 ) -> None:
-    """Without sweeps no row is exchanged for a rounded one: a loop that does harm would show. It takes a half to two thirds of rounding's loss on such problems."""
+    """Without sweeps no row is exchanged for a rounded one: a loop that does harm would show.
+
+    It takes a half to two thirds of rounding's loss on such problems.
+    """
     w, h = problem(24, 64, seed)
     scheme = Scheme(bits, group, symmetric)
-    loop, refined = (gptq(w, h, scheme, GPTQOptions(scales=scales, sweeps=n)).quantized for n in (0, 2))  # type: ignore[arg-type]
+    loop, refined = (gptq(w, h, scheme, GPTQOptions(scales=scales, sweeps=n)).quantized for n in (0, 2))
     rounded = rtn(w, scheme, scales, h.diagonal()).quantized  # type: ignore[arg-type]
     losses = [proxy_loss(w, found.dequantize(), h)[0] for found in (rounded, loop, refined)]
     assert losses[1] < 0.8 * losses[0]
@@ -192,7 +195,10 @@ def test_block_size_changes_speed_only(block: int) -> None:
 
 
 def test_scale_of_a_group_is_chosen_for_the_weights_as_they_stand_when_it_is_reached() -> None:
-    """The second of two groups: the range that its own weights had does not fit what the first group's errors left of it."""
+    """The second of two groups must find a range that fits what the first group's errors left of it.
+
+    The range that its own weights had does not.
+    """
     w, h = problem(64, 32, 8)
     scheme = Scheme(2, 16, symmetric=False)
     options = GPTQOptions(sweeps=0, act_order=False)
@@ -211,7 +217,10 @@ def test_scale_of_a_group_is_chosen_for_the_weights_as_they_stand_when_it_is_rea
 
 
 def paired(rows: int, cols: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A weight, the original model's inputs and those of the quantized one, ``[tokens, cols]``: some of a direction is lost."""
+    """A weight, the original model's inputs and those of the quantized one, ``[tokens, cols]``.
+
+    Some of a direction is lost.
+    """
     g = torch.Generator().manual_seed(seed)
     y = torch.randn(600, cols, generator=g) @ (torch.eye(cols) + 0.3 * torch.randn(cols, cols, generator=g))
     x = y + 0.15 * torch.randn(600, cols, generator=g) - 0.2 * y.mean(1, keepdim=True)
@@ -239,7 +248,10 @@ def test_equal_inputs_leave_the_targets_alone() -> None:
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("pull", [1.0, 0.5])
 def test_the_target_for_exact_weights_is_the_least_squares_solution(act_order: bool, pull: float) -> None:
-    """Oracle: the exact weights that reproduce the original's outputs W y from the inputs x as well as any, found from x and y themselves."""
+    """Oracle: the exact weights that reproduce the original's outputs W y from the inputs x as well as any.
+
+    Found from x and y themselves.
+    """
     w, y, x = paired(7, 24, 0)
     best = torch.linalg.lstsq(x, y @ w.double().t()).solution.t()
     h, cross = x.t() @ x / len(x), (y - x).t() @ x / len(x)
@@ -254,7 +266,10 @@ def test_the_target_for_exact_weights_is_the_least_squares_solution(act_order: b
 
 
 def test_with_the_original_inputs_the_result_stays_close_to_the_best_of_all_roundings() -> None:
-    """Oracle: every choice of codes for two rows of four inputs at 2 bits, scales as they were found. What counts is ``|W y - Q x|²``."""
+    """Oracle: every choice of codes for two rows of four inputs at 2 bits, scales as they were found.
+
+    What counts is ``|W y - Q x|²``.
+    """
     every = torch.tensor(list(itertools.product(range(4), repeat=4)))
     over_best, lost = [], {True: 0.0, False: 0.0}
     for seed in range(25):
@@ -267,7 +282,7 @@ def test_with_the_original_inputs_the_result_stays_close_to_the_best_of_all_roun
             error = float((wanted - q.dequantize().double() @ x.t()).square().sum() / wanted.square().sum())
             lost[known] += error / 25
             if known:
-                tried = (every - q.zeros.double()[:, None]) * q.scales.double()[:, None] @ x.t()  # type: ignore[union-attr]
+                tried = (every - q.zeros.double()[:, None]) * q.scales.double()[:, None] @ x.t()
                 best = float((wanted[:, None] - tried).square().sum(-1).amin(1).sum() / wanted.square().sum())
                 assert error >= best * (1 - 1e-9)
                 over_best.append(error / best)

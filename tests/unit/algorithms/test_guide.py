@@ -1,4 +1,7 @@
-"""How much a token counts: measured gradients against autograd's own, and a regression that must find a law it is shown."""
+"""How much a token counts: measured gradients against autograd's own.
+
+Also a regression that must find a law it is shown.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ def test_the_weighted_error_is_never_above_that_of_the_extremes(
 
 
 def best_of_a_fine_grid(groups: torch.Tensor, gain: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Oracle: the least weighted error of each group (float ``[groups, width]``, like gain) over every zero and 200 scales."""
+    """Oracle: the least weighted error of each group over every zero and 200 scales.
+
+    Groups are float ``[groups, width]``, like gain.
+    """
     step = 2 * groups.abs().amax(1, keepdim=True) / (scheme.levels - 1)
     best = torch.full((len(groups),), torch.inf, dtype=torch.float64)
     for shrink in torch.logspace(-0.9, 0.25, 200).tolist():
@@ -150,7 +153,10 @@ def test_inputs_that_are_not_finite_are_refused() -> None:
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_weights_of_another_size_get_the_same_codes(bits: int) -> None:
-    """By a power of two nothing else may change: what the half-quadratic start calls an outlier is one relative to the step."""
+    """By a power of two nothing else may change.
+
+    What the half-quadratic start calls an outlier is one relative to the step.
+    """
     w = torch.randn(32, 128, generator=torch.Generator().manual_seed(3)) ** 3
     scheme = Scheme(bits, 64, symmetric=False)
     first, second = (hqq(w * size, scheme).quantized for size in (1.0, 1 / 32))

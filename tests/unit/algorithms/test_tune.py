@@ -55,7 +55,14 @@ def test_codes_that_are_off_by_one_are_all_found() -> None:
     assert int((moved != codes).sum()) > 40
     x = windows(16, 64, 16)
     weight = true.dequantize()
-    found = tune(linear, {"w": weight}, {"w": QuantTensor(moved, scales, zeros, SCHEME)}, x, [one @ weight.t() for one in x], TuneOptions(scale_rate=0))  # fmt: skip
+    found = tune(
+        linear,
+        {"w": weight},
+        {"w": QuantTensor(moved, scales, zeros, SCHEME)},
+        x,
+        [one @ weight.t() for one in x],
+        TuneOptions(scale_rate=0),
+    )
     assert torch.equal(found.quantized["w"].codes, codes)
     assert found.before > 1e-3
     assert found.after < 1e-10

@@ -1,4 +1,7 @@
-"""Six bf16 products are a float32 product, three one to a few 1e-6, one to a few 1e-3, where and only where they are asked for."""
+"""Six bf16 products are a float32 product, three one to a few 1e-6, one to a few 1e-3.
+
+That holds where they are asked for, and only there.
+"""
 
 from __future__ import annotations
 

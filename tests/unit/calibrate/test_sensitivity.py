@@ -35,8 +35,9 @@ def stepped() -> tuple[Any, Blocks, Tensor, list[BlockArguments], list[Tensor]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=128, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.15)  # fmt: skip
+    config = LlamaConfig(vocab_size=128, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+                         initializer_range=0.15)  # fmt: skip
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     blocks = find_blocks(model)
     ids = torch.randint(0, 128, (1, 400), generator=torch.Generator().manual_seed(1))
@@ -107,7 +108,8 @@ def test_inputs_are_told_apart_also_where_memory_is_used_again(stepped: Any) -> 
     _, reads = backward(blocks.modules[0], states[0], calls[0], torch.ones_like(states[0]), names)
     found = [tuple(read.gradients) for read in reads]
     assert sorted(sorted(one) for one in found) == [
-        ["mlp.down_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
+        ["mlp.down_proj"], ["mlp.gate_proj", "mlp.up_proj"],
+        ["self_attn.k_proj", "self_attn.q_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
     ]  # fmt: skip
 
 
@@ -150,7 +152,10 @@ def test_a_weight_that_no_token_passes_is_named() -> None:
 
 
 def test_what_a_channel_counts_does_not_hang_on_a_few_tokens() -> None:
-    gradients = [torch.randn(1, 400, 6, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2, 1, 1, 1, 0]) for _ in range(2)]  # fmt: skip
+    gradients = [
+        torch.randn(1, 400, 6, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2, 1, 1, 1, 0])
+        for _ in range(2)
+    ]
     shares = channel_shares(gradients)
     assert float(shares.mean()) == pytest.approx(1.0)
     assert float(shares[1]) == pytest.approx(

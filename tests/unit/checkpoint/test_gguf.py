@@ -158,7 +158,8 @@ def test_gemma_norms_lose_the_stored_one(write_gguf: Write) -> None:
     layers = ["full_attention" if i == 5 else "sliding_attention" for i in range(7)]
     config = Gemma3TextConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=7, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        intermediate_size=48, max_position_embeddings=128, sliding_window=8, layer_types=layers, query_pre_attn_scalar=16,
+        intermediate_size=48, max_position_embeddings=128, sliding_window=8, layer_types=layers,
+        query_pre_attn_scalar=16,
     )  # fmt: skip
     model = Gemma3ForCausalLM(config).eval()
     with torch.no_grad():

@@ -16,9 +16,9 @@ from quantkit.errors import QuantkitError, QuantkitWarning, RequestError, Source
 
 FILES = [
     ".gitattributes", "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
-    "model-00002-of-00002.safetensors", "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors",
-    "onnx/model.onnx", "additional_chat_templates/rag.jinja",
+    "special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "pytorch_model.bin",
+    "consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx", "additional_chat_templates/rag.jinja",
 ]  # fmt: skip
 
 
@@ -51,9 +51,10 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     [
         ("org/name", True), ("HuggingFaceTB/SmolLM2-135M-Instruct", True), ("org/name@main", True),
         ("org/name@refs/pr/3", True), ("smollm2-135m-hub", True),
-        ("name", False), ("a/b/c", False), ("./model", False), ("../model", False), ("~/model", False), ("/model", False),
-        ("org/", False), ("/name", False), ("org/name@", False), ("models/x.gguf", False), ("models/model.safetensors", False),
-        ("org/na me", False), ("smollm2-135m", False), ("-org/name", False), ("org//name", False), ("org/näme", False),
+        ("name", False), ("a/b/c", False), ("./model", False), ("../model", False), ("~/model", False),
+        ("/model", False), ("org/", False), ("/name", False), ("org/name@", False), ("models/x.gguf", False),
+        ("models/model.safetensors", False), ("org/na me", False), ("smollm2-135m", False), ("-org/name", False),
+        ("org//name", False), ("org/näme", False),
     ],
 )  # fmt: skip
 def test_a_hub_id_is_two_words_and_one_slash(ref: str, expected: bool) -> None:

@@ -12,7 +12,10 @@ import pytest
 
 from quantkit.cli.output import print_lines, wrap
 
-ENGINE = "  loads in  vLLM: yes, up to tensor-parallel size 3 (compressed_tensors/schemes/wNa16.py:118), groups of 64 are read"
+ENGINE = (
+    "  loads in  vLLM: yes, up to tensor-parallel size 3 "
+    "(compressed_tensors/schemes/wNa16.py:118), groups of 64 are read"
+)
 PATH = "  note      written to /a/very/long/path/that-must-not-be-broken/because-somebody/copies-it/out.safetensors"
 
 

@@ -1,4 +1,7 @@
-"""A budget of bits: what cannot be met is told with numbers that can, and the curve is the best choice at every size."""
+"""A budget of bits is met by the best choice at every size.
+
+One that cannot be met is told with numbers that can.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,8 @@ def test_a_size_that_is_proposed_can_be_typed_and_is_on_the_right_side(size: int
 def best(room: int) -> tuple[float, int]:
     """By trying all."""
     return min(
-        (sum(kl[i] for kl, i in zip(SENSITIVITY, taken, strict=True)), 50 + sum(c[i] for c, i in zip(COSTS, taken, strict=True)))
+        (sum(kl[i] for kl, i in zip(SENSITIVITY, taken, strict=True)),
+         50 + sum(c[i] for c, i in zip(COSTS, taken, strict=True)))
         for taken in itertools.product(*(range(len(costs)) for costs in COSTS))
         if sum(c[i] for c, i in zip(COSTS, taken, strict=True)) <= room
     )  # fmt: skip

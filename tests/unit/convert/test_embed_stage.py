@@ -1,4 +1,7 @@
-"""The first stage: hidden states in front of block 0, and arguments with which the blocks give the model's own states."""
+"""The first stage: hidden states in front of block 0, and the arguments of the blocks.
+
+With those the blocks give the model's own states.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,6 @@ def test_arguments_that_depend_on_the_tokens_are_refused(tmp_path: Path) -> None
     model = stored(tmp_path)
     rotary = model.model.get_submodule("model.rotary_emb")
     plain = rotary.forward
-    rotary.forward = lambda x, *args, **kwargs: [table + x.mean() for table in plain(x, *args, **kwargs)]  # type: ignore[assignment]
+    rotary.forward = lambda x, *args, **kwargs: [table + x.mean() for table in plain(x, *args, **kwargs)]
     with pytest.raises(UnsupportedModel, match="depend on the tokens, not only on their positions"):
         embedded(model, tokens=3 * IDS.shape[1])

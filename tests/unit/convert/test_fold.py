@@ -26,7 +26,7 @@ def observed(
     """Statistics of the inputs when ``x`` enters the block, and ``y`` the original model's in its place."""
     found = observe(block, [x.clone()], call, names, None, [y.clone()])
     return [
-        InputGroup(group, h.sum / h.tokens, h.tokens, 0, h.largest.clone(), h.cross / h.tokens)  # type: ignore[union-attr,operator]
+        InputGroup(group, h.sum / h.tokens, h.tokens, 0, h.largest.clone(), h.cross / h.tokens)
         for group, h in zip(names, found, strict=True)
     ]
 
@@ -58,7 +58,10 @@ def test_statistics_scaled_by_a_fold_are_those_of_the_scaled_inputs(kind: str) -
 
 
 def test_targets_of_the_original_inputs_are_scaled_with_the_weight() -> None:
-    """``W + W C H^-1`` of the scaled weight and statistics is that of the unscaled ones, its columns multiplied by the factors."""
+    """The targets of the scaled weight and statistics are those of the unscaled ones, times the factors.
+
+    A target is ``W + W C H^-1``; the factors multiply its columns.
+    """
     torch.manual_seed(0)
     block = nn.ModuleDict({"norm": nn.LayerNorm(6), "up": nn.Linear(6, 5)})
     x = torch.randn(50, 6, dtype=torch.float64)

@@ -119,7 +119,7 @@ def test_the_note_counts_finished_blocks(job: Path) -> None:
 def test_room_is_counted_on_one_disk_and_what_a_stopped_job_wrote_is_free(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 92, 8))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 92, 8))
 
     def need(disk: int) -> Prediction:
         return Prediction(host=0, device=0, disk=disk, work=6, output=6, phases={})

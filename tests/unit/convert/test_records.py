@@ -90,8 +90,8 @@ def result() -> BlockResult:
     )  # fmt: skip
     layer = LayerReport("a.b", "W4 g32 asym", 0.1, None, 64, 300, 0.01, "rtn", 2, 40, 1)
     return BlockResult(
-        {"a.b.weight": torch.zeros(1)}, {"a.b": "digest"}, [layer], {"a.attn": ranges}, ["a note"], {"a": {"norm": True}},
-        {"a": {"before": 0.2, "after": 1 / 7, "step": 3.0}}, distilled,
+        {"a.b.weight": torch.zeros(1)}, {"a.b": "digest"}, [layer], {"a.attn": ranges}, ["a note"],
+        {"a": {"norm": True}}, {"a": {"before": 0.2, "after": 1 / 7, "step": 3.0}}, distilled,
     )  # fmt: skip
 
 

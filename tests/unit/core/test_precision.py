@@ -1,4 +1,7 @@
-"""Exact products: inside float32 is float32, afterwards everything is as a program had set it, by either interface of torch."""
+"""Exact products: inside, float32 is float32; afterwards everything is as a program had set it.
+
+The program may have used either interface of torch.
+"""
 
 from __future__ import annotations
 

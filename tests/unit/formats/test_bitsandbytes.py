@@ -143,7 +143,8 @@ def test_what_the_library_writes_is_decoded_as_the_library_decodes_it(kind, shap
         expected = bnb.functional.int8_vectorwise_dequant(linear.weight.data, linear.weight.SCB)
     else:
         expected = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state).float()
-        # With AVX512, 0.50.2 gives back other numbers than it packed where blocks of 64 cross rows: the weight itself decides then.
+        # With AVX512, 0.50.2 gives back other numbers than it packed where blocks of 64 cross rows: the weight itself
+        # decides then.
         if float((expected - weight).abs().max()) > 1:
             assert (
                 float((decoded - weight).abs().max()) < 0.6

@@ -25,7 +25,9 @@ def scales(seed: int = 0) -> LayerScales:
 
 def plan(**changes: Any) -> KVPlan:
     layers = {NAMES[0]: KVScheme.of("k4v2"), NAMES[1]: KVScheme.of(2)}
-    return KVPlan(**{"scheme": KVScheme.of(4), "layers": layers, "static": {n: scales(i) for i, n in enumerate(NAMES)}, **changes})  # fmt: skip
+    return KVPlan(
+        **{"scheme": KVScheme.of(4), "layers": layers, "static": {n: scales(i) for i, n in enumerate(NAMES)}, **changes}
+    )
 
 
 def same(a: KVPlan, b: KVPlan) -> bool:
@@ -86,7 +88,8 @@ def test_a_missing_scale_is_named(part: str, tmp_path: Path) -> None:
     ("change", "said"),
     [
         (lambda m, t: t.update(other=torch.ones(1)), "holds 'other', which belongs to no module"),
-        (lambda m, t: m["static"].remove(NAMES[1]) or [t.pop(f"{NAMES[1]}.{p}") for p in SCALE_NAMES], f"lacks the static scales of '{NAMES[1]}'"),
+        (lambda m, t: m["static"].remove(NAMES[1]) or [t.pop(f"{NAMES[1]}.{p}") for p in SCALE_NAMES],
+         f"lacks the static scales of '{NAMES[1]}'"),
         (lambda m, t: (m.update(static=[], layers={}), t.clear()), "holds no static scales"),
         (lambda m, t: m.update(version=1), "version 1, an older"),
         (lambda m, t: m.update(version=3), "version 3, this quantkit reads version 2"),

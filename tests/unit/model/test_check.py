@@ -14,8 +14,10 @@ from quantkit.model.twin import small_config, small_twin
 
 LARGE: dict[str, Any] = dict(
     model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-    num_key_value_heads=8, vocab_size=128256, bos_token_id=128000, eos_token_id=[128001, 128008], max_position_embeddings=131072,
-    rope_scaling=dict(rope_type="llama3", factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192),
+    num_key_value_heads=8, vocab_size=128256, bos_token_id=128000, eos_token_id=[128001, 128008],
+    max_position_embeddings=131072,
+    rope_scaling=dict(rope_type="llama3", factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0,
+                      original_max_position_embeddings=8192),
 )  # fmt: skip
 
 

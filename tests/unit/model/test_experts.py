@@ -68,8 +68,9 @@ def test_routers_are_no_linears_to_quantize(kind: str) -> None:
 
 def test_a_shared_experts_gate_is_a_router_and_the_shared_expert_is_not() -> None:
     config = dict(
-        model_type="qwen2_moe", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts=4, vocab_size=50,
-        moe_intermediate_size=24, shared_expert_intermediate_size=24, intermediate_size=32, num_experts_per_tok=2,
+        model_type="qwen2_moe", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_experts=4,
+        vocab_size=50, moe_intermediate_size=24, shared_expert_intermediate_size=24, intermediate_size=32,
+        num_experts_per_tok=2,
     )  # fmt: skip
     block = find_blocks(build_skeleton(config)).modules[0]
     assert routers(block) == {"mlp.gate", "mlp.shared_expert_gate"}

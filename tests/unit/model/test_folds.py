@@ -30,8 +30,8 @@ EXPECTED: dict[str, list[str]] = {
     "gemma3_text": [ATTENTION, VALUES, "pre_feedforward_layernorm -> mlp.gate_proj, mlp.up_proj", GATED],
     "phi3": ["input_layernorm -> self_attn.qkv_proj", "self_attn.qkv_proj -> self_attn.o_proj",
              "post_attention_layernorm -> mlp.gate_up_proj", "mlp.gate_up_proj -> mlp.down_proj"],
-    "opt": ["self_attn_layer_norm -> self_attn.q_proj, self_attn.k_proj, self_attn.v_proj", "self_attn.v_proj -> self_attn.out_proj",
-            "final_layer_norm -> fc1", "fc1 -> fc2"],
+    "opt": ["self_attn_layer_norm -> self_attn.q_proj, self_attn.k_proj, self_attn.v_proj",
+            "self_attn.v_proj -> self_attn.out_proj", "final_layer_norm -> fc1", "fc1 -> fc2"],
     "olmo2": [VALUES, GATED],  # norms after attention and MLP only: they feed the residual
     "cohere2": [f"{ATTENTION}, mlp.gate_proj, mlp.up_proj", VALUES, GATED],  # one norm feeds both
     "starcoder2": [ATTENTION, VALUES, "post_attention_layernorm -> mlp.c_fc"],  # a GELU stands between c_fc and c_proj
@@ -41,7 +41,8 @@ EXPECTED: dict[str, list[str]] = {
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS,
     # up + 1 and a clamp stand between an expert's up and down
-    "gpt_oss": [ATTENTION, VALUES, "post_attention_layernorm -> mlp.router, mlp.experts.*.gate_proj, mlp.experts.*.up_proj"],
+    "gpt_oss": [ATTENTION, VALUES,
+                "post_attention_layernorm -> mlp.router, mlp.experts.*.gate_proj, mlp.experts.*.up_proj"],
     "falcon": ["input_layernorm -> self_attention.query_key_value, mlp.dense_h_to_4h",
                "self_attention.query_key_value -> self_attention.dense"],
 }  # fmt: skip

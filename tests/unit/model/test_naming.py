@@ -43,5 +43,6 @@ def test_a_fused_tensor_holds_every_expert(kind: str) -> None:
 def test_what_is_no_parameter_has_no_place() -> None:
     naming = Naming(build_skeleton(tiny_config("mixtral")))
     for name in ("model.layers.0.block_sparse_moe.experts.4.w1.weight", "model.layers.0.mlp.experts.x.w1.weight",
-                 "model.layers.0.mlp.experts.0.w4.weight", "model.layers.0.mlp.experts.gate_up_proj_blocks"):  # fmt: skip
+                 "model.layers.0.mlp.experts.0.w4.weight",
+                 "model.layers.0.mlp.experts.gate_up_proj_blocks"):  # fmt: skip
         assert naming.parts_of(name) == []

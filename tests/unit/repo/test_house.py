@@ -1,6 +1,7 @@
 """The house: no circles of imports, none that runs back up, folders and functions that one can take in at a glance.
 
-Every import counts, those inside functions and under TYPE_CHECKING too. The rules between the big rooms are in test_imports.py.
+Every import counts, those inside functions and under TYPE_CHECKING too. The rules between the big rooms are in
+test_imports.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ PACKAGE = ROOT / "quantkit"
 # From low to high: a room imports from the rooms before it. A module that lies directly in the folder is a room.
 ORDER = {
     "convert": [
-        "progress", "results", "options", "plan", "engines", "output", "job", "stages", "report", "repack", "run", "api",
+        "progress", "results", "options", "plan", "engines", "output",
+        "job", "stages", "report", "repack", "run", "api",
     ],
     "runtime": ["kernels", "kv_cache", "layers", "decode", "generate", "model", "load"],
 }  # fmt: skip
@@ -28,7 +30,9 @@ LONG_FUNCTIONS = {
     "runtime/kernels/triton/gemm.py gemm_kernel": "a kernel is one function",
     "runtime/kernels/triton/gemv.py gemv_kernel": "a kernel is one function",
     "runtime/kernels/triton/packed_attention.py packed_part": "a kernel is one function",
-    "convert/options/options.py ConvertOptions.__post_init__": "one check after another, in the order of their messages",
+    "convert/options/options.py ConvertOptions.__post_init__": (
+        "one check after another, in the order of their messages"
+    ),
     "convert/plan/memory_inputs.py count_sizes": "one line a number",
 }
 PARAMETERS = 8  # of a public function, that are not keyword-only

@@ -135,7 +135,10 @@ def test_triton_is_imported_only_in_its_kernels():
 
 
 def test_numba_is_imported_only_in_its_kernels_and_those_only_when_used():
-    """Its decorators stand at module level, so those modules are imported by name inside functions (kernels/numba/threads.py)."""
+    """Its decorators stand at module level, so those modules are imported by name inside functions.
+
+    See kernels/numba/threads.py.
+    """
     kernels = "runtime/kernels/numba/"
     wrong = []
     for path in files():

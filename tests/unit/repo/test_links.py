@@ -1,4 +1,7 @@
-"""Every relative link, and every file named in backticks, of the pages that describe the repository as it is now exists."""
+"""Every relative link, and every file named in backticks, exists.
+
+Read are the pages that describe the repository as it is now.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,20 @@ def broken_links(page: Path) -> list[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a file, a folder or a pattern of files named on a page is there: from the root, or below any of its folders."""
+    """Whether a file, a folder or a pattern of files named on a page is there.
+
+    It is looked for from the root, and below any of its folders.
+    """
     if name.partition("/")[0] in TOP:
         return any(True for _ in ROOT.glob(name.rstrip("/")))
     return any(True for top in TOP for _ in (ROOT / top).rglob(name))
 
 
 def lost_names(page: Path) -> list[str]:
-    """Python files, and paths that begin with a folder of this repository, that a page names in backticks and that do not exist."""
+    """What a page names in backticks that does not exist.
+
+    Python files count, and paths that begin with a folder of this repository.
+    """
     names = re.findall(r"`([\w.*-]+(?:/[\w.*-]+)*/?)(?:::\w+)?`", page.read_text(encoding="utf-8"))
     named = [name for name in names if name.endswith(".py") or ("/" in name and name.partition("/")[0] in TOP)]
     return [name for name in named if name.partition("/")[0] not in FOREIGN and not exists(name)]
@@ -80,7 +89,8 @@ def test_the_glossary_is_in_order_and_explains_a_word_once():
 def test_what_is_broken_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "# A head\n[a](#a-head) [b](#b) [c](gone.md) [d](https://x.y/z) `quantkit/gone.py` `core/gone.py` `gone.py` `core/affine.py`"
+        "# A head\n[a](#a-head) [b](#b) [c](gone.md) [d](https://x.y/z) "
+        "`quantkit/gone.py` `core/gone.py` `gone.py` `core/affine.py`"
     )
     assert broken_links(page) == ["#b", "gone.md"]
     assert lost_names(page) == ["quantkit/gone.py", "core/gone.py", "gone.py"]

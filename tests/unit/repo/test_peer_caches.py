@@ -28,7 +28,10 @@ def exact_from(seen: torch.Tensor, given: torch.Tensor) -> int:
 
 
 def test_kivi_keeps_what_its_paper_says_exact(kivi: Any) -> None:
-    """Keys leave 128 at a time, values one by one when 128 newer ones are there; a step sees its own tokens as they are."""
+    """Keys leave 128 at a time, values one by one when 128 newer ones are there.
+
+    A step sees its own tokens as they are.
+    """
     k, v = (torch.randn(1, 2, 64 * 7, 64, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     seen = fed(kivi.KiviLayer(2), k, v)
     assert [exact_from(keys, k) for keys, _ in seen] == [0, 0, 128, 128, 256, 256, 384]

@@ -1,4 +1,7 @@
-"""Every figure the README, docs/features.md and the tables of docs/quality.md show stands in eval/results/, which commands made."""
+"""Every figure that the pages show stands in eval/results/, which commands made.
+
+The pages are the README, docs/features.md and the tables of docs/quality.md.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,8 @@ CLAIMS = [  # words of docs/features.md around a figure, the row it is of, and w
     (r"at 3.16 bits `best`\s+([\d.]+)\.", "smollm2-135m-best-w3-g128-asym", "kl_mean"),
     (r"AutoRound's light recipe ([\d.]+),", "smollm2-135m-quick-autoround-light-w4-g64-asym", "kl_mean"),
     (r"AWQ by llm-compressor ([\d.]+),", "smollm2-135m-quick-llmcompressor-awq-w4-g64-asym-float32", "kl_mean"),
-    (r"GPTQ by llm-compressor and gptqmodel ([\d.]+) and", "smollm2-135m-quick-llmcompressor-gptq-w4-g64-sym", "kl_mean"),
+    (r"GPTQ by llm-compressor and gptqmodel ([\d.]+) and", "smollm2-135m-quick-llmcompressor-gptq-w4-g64-sym",
+     "kl_mean"),
     (r"gptqmodel [\d.]+ and ([\d.]+) \(", "smollm2-135m-quick-gptqmodel-gptq-w4-g64-sym-float32", "kl_mean"),
     (r"HQQ ([\d.]+) at", "smollm2-135m-hqq-w4-g64", "kl_mean"),
     (r"\((\d+) s on 2 idle cores", "smollm2-135m-times-fast", "seconds"),

@@ -1,4 +1,7 @@
-"""The rotation of a model's weights: its function stays, its outlying channels go, and what it cannot do is refused by name."""
+"""The rotation of a model's weights: its function stays, its outlying channels go.
+
+What it cannot do is refused by name.
+"""
 
 from __future__ import annotations
 

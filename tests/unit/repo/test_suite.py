@@ -116,7 +116,15 @@ def test_a_dequantized_peers_sizes_are_those_of_its_own_file(suite, tmp_path, mo
 def test_the_ladder_has_every_peer_that_has_a_result(suite):
     """As the head of weights.toml says: no peer may be left out of the comparison."""
     suites = ROOT / "eval" / "suites"
-    ladder, *others = (suite.tomllib.loads((suites / f"{name}.toml").read_text())["row"] for name in ("weights", "main", "peers", "peers-quick"))  # fmt: skip
-    measured = [row["id"] for rows in others for row in rows if "peer" in row and (ROOT / "eval" / "results" / f"{row['id']}.json").exists()]  # fmt: skip
+    ladder, *others = (
+        suite.tomllib.loads((suites / f"{name}.toml").read_text())["row"]
+        for name in ("weights", "main", "peers", "peers-quick")
+    )
+    measured = [
+        row["id"]
+        for rows in others
+        for row in rows
+        if "peer" in row and (ROOT / "eval" / "results" / f"{row['id']}.json").exists()
+    ]
     assert measured
     assert not set(measured) - {row["id"] for row in ladder}

@@ -20,8 +20,8 @@ from quantkit.core.scheme import Scheme
 VOCAB = 288
 BASE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257,
-    "tie_word_embeddings": False,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 256, "eos_token_id": 257,
+    "pad_token_id": 257, "tie_word_embeddings": False,
 }  # fmt: skip
 EXTRA: dict[str, dict[str, Any]] = {
     "llama": {},

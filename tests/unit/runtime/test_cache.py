@@ -1,4 +1,7 @@
-"""The paged cache: what is appended is what is read, packed pages are what the numbers say, in the bytes that the formula says."""
+"""The paged cache: what is appended is what is read.
+
+Packed pages are what the numbers say, in the bytes that the formula says.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ def model_of(module: Any, config: dict[str, Any], fast_step: bool, **options: An
 
 
 def decode(model: Model, ids: Tensor, prompt: int, counts: list[int] | None = None) -> Tensor:
-    """Hidden states of the tokens after the prompt, one step each. counts: tokens of the prompt that each sequence has."""
+    """Hidden states of the tokens after the prompt, one step each.
+
+    counts: tokens of the prompt that each sequence has.
+    """
     seam = transformers_cache(model.new_cache(8))
     with torch.inference_mode():
         model.step(ids[:, :prompt], seam, counts)

@@ -1,4 +1,7 @@
-"""``deterministic``: a prompt's logits, and so its answer, are bit by bit those that it gets alone, whatever is in the batch."""
+"""``deterministic``: a prompt's logits, and so its answer, are bit by bit those that it gets alone.
+
+Whatever else is in the batch.
+"""
 
 from __future__ import annotations
 

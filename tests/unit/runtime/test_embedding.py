@@ -1,4 +1,7 @@
-"""QuantEmbedding: looks up what dequantizing the whole matrix gives, for every layout and for embeddings with a forward of their own."""
+"""QuantEmbedding looks up what dequantizing the whole matrix gives.
+
+For every layout, and for embeddings with a forward of their own.
+"""
 
 from __future__ import annotations
 

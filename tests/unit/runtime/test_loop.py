@@ -203,7 +203,10 @@ def test_messages_go_through_the_chat_template(make: Make) -> None:
     with pytest.raises(RequestError, match="no chat template"):
         model.generate("Hi", chat=True)
     try:
-        model.tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+        model.tokenizer.chat_template = (
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}[a]{% endif %}"
+        )
         expected = model.encode("[user]Hi[a]")
         assert model.encode("Hi", chat=True) == expected
         messages = [{"role": "user", "content": "Hi"}]
@@ -258,7 +261,7 @@ def test_equal_prompts_need_no_padding() -> None:
 def test_what_prompts_begin_with_is_read_once_and_shared(make: Make, kind: str, bits: int) -> None:
     model, seen = make(kind, bits, max_position_embeddings=1024), []
     step = model.step
-    model.step = lambda ids, *rest: seen.append(ids.shape) or step(ids, *rest)  # type: ignore[func-returns-value, method-assign]
+    model.step = lambda ids, *rest: seen.append(ids.shape) or step(ids, *rest)
     beginning = "In the beginning there was a cache. " * 16
     prompts = [beginning + tail for tail in ("And?", "It held many pages of tokens.", "x")]
     together = model.generate(prompts, max_tokens=5, ignore_eos=True)
@@ -270,8 +273,11 @@ def test_what_prompts_begin_with_is_read_once_and_shared(make: Make, kind: str, 
 @torch.inference_mode()
 @pytest.mark.parametrize("bits", [16, 4])
 def test_the_memory_of_a_prompt_is_that_of_its_cache(make: Make, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what a piece of 512 tokens needed on its way, in each layer before the next, nor the pages of a shared beginning stay,
-    but one page a sequence."""
+    """What reading took goes again: only one page a sequence stays.
+
+    Gone are what a piece of 512 tokens needed on its way, in each layer before the next, and the pages of a shared
+    beginning.
+    """
     model, sizes, append = make("llama", bits, max_position_embeddings=1024), [], PagedLayer.append
 
     def watched(layer: PagedLayer, *given: Any) -> None:

@@ -1,4 +1,7 @@
-"""Sequences of different lengths in one batch, in every architecture that masks, or counts positions, in a way of its own."""
+"""Sequences of different lengths in one batch.
+
+In every architecture that masks, or counts positions, in a way of its own.
+"""
 
 from __future__ import annotations
 

@@ -101,9 +101,10 @@ def test_the_same_seed_gives_the_same_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0), ("max_tokens", 1.5), ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
-        ("temperature", "hot"), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01), ("min_p", -0.1), ("min_p", 2), ("seed", -1),
-        ("repetition_penalty", 0), ("stop", ("",)), ("stop_tokens", (-1,)), ("seed", True),
+        ("max_tokens", 0), ("max_tokens", 1.5), ("temperature", -0.1), ("temperature", math.nan),
+        ("temperature", math.inf), ("temperature", "hot"), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01),
+        ("min_p", -0.1), ("min_p", 2), ("seed", -1), ("repetition_penalty", 0), ("stop", ("",)), ("stop_tokens", (-1,)),
+        ("seed", True),
     ],
 )  # fmt: skip
 def test_an_option_outside_its_range_is_named(name: str, value: object) -> None:

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 triton = pytest.importorskip("triton")
 
 POINTERS = {"words": "*i32", "scales": "*fp16", "zeros": "*u8", "work": "*fp32", "lock": "*i32", "index": "*i64",
-            "codes": "*i8", "weights": "*i8", "x_scales": "*fp32", "w_scales": "*fp16", "eps": "fp32", "scaling": "fp32",
-            **dict.fromkeys(("pads", "length", "done"), "*i32"), "turn": "*fp16", "scratch": "*fp32", **dict.fromkeys(("table", "packed", "pools", "fields"), "*i64"),
+            "codes": "*i8", "weights": "*i8", "x_scales": "*fp32", "w_scales": "*fp16", "eps": "fp32",
+            "scaling": "fp32", **dict.fromkeys(("pads", "length", "done"), "*i32"), "turn": "*fp16", "scratch": "*fp32",
+            **dict.fromkeys(("table", "packed", "pools", "fields"), "*i64"),
             **dict.fromkeys(("sums", "residual", "after", "weight"), "*fp32"),
             **dict.fromkeys(("q_norm", "k_norm", "cos", "sin"), "*fp32")}  # fmt: skip
 ALIGNED = (
@@ -208,7 +209,10 @@ def test_the_matrix_kernel_compiles_with_an_activation(dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_plain_twin_compiles(dtype: str) -> None:
-    """It spills (float32 products without matrix units) and runs in the interpreter only; that it compiles is all that is asked."""
+    """It compiles: that is all that is asked.
+
+    It spills (float32 products without matrix units) and runs in the interpreter only.
+    """
     from quantkit.runtime.kernels.triton.gemm import gemm_kernel
 
     twin = {"ASM": False, "EVEN": False, "STAGES": 2, "BLOCK_N": 64, "BLOCK_M": 16, "SCALE_W": False}
@@ -313,8 +317,9 @@ def attention(
     groups = max(1, dim // 64) if 0 < vb < 16 else 1
     warps, stages = shape_of_launch(dim, torch_dtype, kb > 0, max(16, shared * groups))
     constants = {
-        "HEADS": 32, "KV_HEADS": kv_heads, "DIM": dim, "GQ": shared, "BLOCK_G": max(16, shared), "BLOCK_M": max(16, shared * groups),
-        "WIDE": dim, "PARTS": 32, "KB": kb, "VB": vb, "GROUPS": groups, "FIRST": 4 if kb else 0, "TURN": dim**-0.5 if 0 < vb < 16 else 0.0,
+        "HEADS": 32, "KV_HEADS": kv_heads, "DIM": dim, "GQ": shared, "BLOCK_G": max(16, shared),
+        "BLOCK_M": max(16, shared * groups), "WIDE": dim, "PARTS": 32, "KB": kb, "VB": vb, "GROUPS": groups,
+        "FIRST": 4 if kb else 0, "TURN": dim**-0.5 if 0 < vb < 16 else 0.0,
         "PRECISION": "tf32x3" if dtype == "fp32" else "", "STAGES": stages,
     }  # fmt: skip
     result = compiled(attention_kernel, constants, arch, warps, dtype)
@@ -346,9 +351,9 @@ def test_attention_over_pages_compiles_without_spills(dim: int, dtype: str, arch
     [
         (4, 4, 128, 4, "bf16"),
         *(pytest.param(*more, marks=pytest.mark.slow) for more in (
-            (8, 8, 128, 4, "bf16"), (4, 2, 128, 8, "bf16"), (3, 3, 128, 8, "bf16"), (2, 2, 128, 8, "bf16"), (4, 16, 128, 8, "bf16"),
-            (16, 4, 128, 8, "bf16"), (4, 4, 64, 8, "bf16"), (4, 4, 256, 16, "bf16"), (8, 8, 256, 16, "bf16"), (4, 4, 128, 32, "fp16"),
-            (4, 4, 128, 1, "bf16"),
+            (8, 8, 128, 4, "bf16"), (4, 2, 128, 8, "bf16"), (3, 3, 128, 8, "bf16"), (2, 2, 128, 8, "bf16"),
+            (4, 16, 128, 8, "bf16"), (16, 4, 128, 8, "bf16"), (4, 4, 64, 8, "bf16"), (4, 4, 256, 16, "bf16"),
+            (8, 8, 256, 16, "bf16"), (4, 4, 128, 32, "fp16"), (4, 4, 128, 1, "bf16"),
         )),
     ],
 )  # fmt: skip
@@ -373,8 +378,8 @@ def test_packing_of_a_page_stays_in_registers(kb: int, vb: int, dim: int, arch: 
     from quantkit.runtime.kernels.triton.pack_page import pack_kernel
 
     constants = {
-        "KV_HEADS": 8, "DIM": dim, "WIDE": dim, "KB": kb, "VB": vb, "GROUPS": dim // 64, "SPAN": 64, "RECENT": 64, "FIRST": 4,
-        "TURN": dim**-0.5, "PRECISION": "",
+        "KV_HEADS": 8, "DIM": dim, "WIDE": dim, "KB": kb, "VB": vb, "GROUPS": dim // 64, "SPAN": 64, "RECENT": 64,
+        "FIRST": 4, "TURN": dim**-0.5, "PRECISION": "",
     }  # fmt: skip
     result = compiled(pack_kernel, constants, arch, 4)
     check(result, arch)
