@@ -47,7 +47,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 class Recording:
     """The hidden state that the model feeds its first block, and the other arguments of every block."""
 
-    hidden: Tensor  # [batch, tokens, hidden]
+    # [batch, tokens, hidden]
+    hidden: Tensor
     calls: list[BlockArguments]
 
 
@@ -288,7 +289,8 @@ def input_groups(block: nn.Module, hidden: Tensor, call: BlockArguments) -> list
     last, each for itself. Raises UnsupportedModel for one that runs twice (its inputs would be mixed).
     """
     seen: dict[Any, list[tuple[str, ...]]] = {}
-    keep: list[Tensor] = []  # a freed input's address could be reused by another one
+    # a freed input's address could be reused by another one
+    keep: list[Tensor] = []
 
     def hook(name: str) -> Callable[..., None]:
         def pre(module: nn.Module, args: tuple[Tensor, ...]) -> None:

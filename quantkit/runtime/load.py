@@ -53,13 +53,13 @@ def load(
     device: "auto" (a GPU if there is one), "cpu", "cuda".
     dtype: of activations and dense weights: "auto", "float32", "bfloat16", "float16" (never on a CPU).
     kv_bits: None for what the checkpoint was calibrated for (16 if it was not), or 16, 8, 4, 3, 2, "fp8", or keys and
-    values apart: "k4v2". kv_scales: "online", which any model can have, or "static", which ``convert`` calibrates; None
-    for what the checkpoint says, else online. dequantize: hold quantized weights as floats (for evaluation).
+        values apart: "k4v2".
+    kv_scales: "online", or "static" (which ``convert`` calibrates); None for those of the checkpoint, else online.
+    dequantize: hold quantized weights as floats (for evaluation).
     kernel: None for the measured choice, or a name from ``runtime.layers.linear.KERNELS`` for every layer.
-    head_bits: 8 or 4 rounds a dense head (and the embedding tied to it), the largest matrix of a small model, to groups
-    of that many bits; None keeps it exact. keep_dense: hold a float copy of every packed layer beside it, for prompts;
-    costs the memory of the original. graphs: on a GPU, capture decode steps in CUDA graphs that run ahead of the host
-    where the model allows it; False launches them kernel by kernel.
+    head_bits: 8 or 4 rounds a dense head (and the embedding tied to it) to groups of that many bits; None keeps it.
+    keep_dense: hold a float copy of every packed layer beside it, for prompts; costs the memory of the original.
+    graphs: on a GPU, capture decode steps in CUDA graphs where the model allows it; False launches each kernel.
 
     Raises RequestError for a bad option, SourceError or CheckpointError for a model that cannot be read whole.
     """
@@ -88,7 +88,7 @@ def load(
 def _check_options(
     device: torch.device, dequantize: bool, kernel: str | None, head_bits: int | None, keep_dense: bool, graphs: bool
 ) -> None:
-    """Raises RequestError for options of ``load`` that are unknown, or that contradict each other."""
+    """Refuse options of ``load`` that are unknown, or that contradict each other, with RequestError."""
     if kernel is not None and kernel not in KERNELS:
         raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
     if head_bits is not None:
@@ -132,6 +132,9 @@ def _keep_dense(module: nn.Module, dtype: torch.dtype) -> None:
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """Resolve "auto": bf16 on a GPU and where the processor multiplies it (AVX512-BF16, AMX), else float32.
+
+    dtype: as it was asked for.
+    device: where the model will run.
 
     Raises RequestError for an unknown dtype, and for float16 on a CPU: it overflows at 65504, and no CPU kernel is
     faster for it.

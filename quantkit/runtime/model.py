@@ -31,11 +31,14 @@ from quantkit.runtime.layers.linear import QuantLinear
 class Model:
     """A model ready to run: what ``quantkit.load`` returns.
 
-    module: the transformers model with packed linears. config: the content of config.json. tokenizer: read on first
-    use.
-    kv_plan: how the cache is kept. dtype, device: of activations. fast_step: whether decoding may leave the
-    transformers definition for a short step that was proved equal. graphs: whether that step is captured on a GPU, and
-    runs ahead of the host.
+    module: the transformers model with packed linears.
+    config: the content of config.json.
+    tokenizer: read on first use.
+    kv_plan: how the cache is kept.
+    dtype: of activations.
+    device: of activations.
+    fast_step: whether decoding may leave the transformers definition for a short step that was proved equal.
+    graphs: whether that step is captured on a GPU, and runs ahead of the host.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Model:
     def fast_step(self) -> Any:
         """The short decode step (``decode/cpu_step.py`` or ``gpu_step.py``), or None where there is none.
 
-        Found and proved at the first step that may take it. Warns, in words, where a GPU has to do without.
+        It is built and proved at the first step that may use it. Warns, with the reason, where a GPU has none.
         """
         from quantkit.runtime.decode.cpu_step import cpu_step
 
@@ -100,9 +103,10 @@ class Model:
         return self.new_graph_decoder(self.fast_step, capture=True)
 
     def new_graph_decoder(self, step: Any, *, capture: bool) -> Any:
-        """A ``GraphDecoder`` of a ``GpuStep``.
+        """Make a ``GraphDecoder`` of a ``GpuStep``.
 
-        Without ``capture`` it launches kernel by kernel (Triton's interpreter).
+        step: the step.
+        capture: without it kernels are launched one by one (Triton's interpreter).
         """
         from quantkit.runtime.generate.cuda_graphs import GraphDecoder
 
@@ -110,9 +114,9 @@ class Model:
 
     @property
     def invariant_step(self) -> int:
-        """Sequences that a decode step takes without one changing a bit of another's numbers.
+        """How many sequences a decode step takes without one changing a bit of another's numbers.
 
-        The compiled step of a CPU takes several; of any other step nobody has proved it.
+        The compiled step of a CPU takes several; it is not proved of any other step.
         """
         from quantkit.runtime.decode.cpu_step import CpuStep
 
@@ -121,9 +125,10 @@ class Model:
 
     @property
     def invariant_head(self) -> int:
-        """Rows of ``head`` that are computed together without one changing a bit of another.
+        """How many rows of ``head`` are computed together without one changing a bit of another.
 
-        A compiled kernel's; where logits are capped afterwards, torch's tanh differs at the ends of vectors.
+        Only a compiled kernel takes several; if logits are capped afterwards, torch's tanh differs at the ends of
+        vectors.
         """
         head = self.module.get_output_embeddings()
         capped = getattr(self.module.config, "final_logit_softcapping", None) is not None
@@ -173,15 +178,20 @@ class Model:
         return None if limit is None else int(limit)
 
     def new_cache(self, capacity: int = 0) -> KVCache:
-        """An empty cache; ``capacity``: tokens per sequence to reserve pages for."""
+        """Return an empty cache.
+
+        capacity: tokens per sequence to reserve pages for.
+        """
         return KVCache(self._specs, capacity)
 
     def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
-        """Run tokens over a cache (``transformers_cache``), appending to it, by the fast step where there is one.
+        """Run tokens over a cache, appending to it, by the fast step where there is one.
 
-        ids: int64 ``[batch, tokens]``. counts: how many of them, the last ones, each sequence has (the others are
-        padding);
-        None: all. Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
+        Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
+
+        ids: int64 ``[batch, tokens]``.
+        cache: as ``transformers_cache`` returns it.
+        counts: how many of the tokens, the last ones, each sequence has (the others are padding); None: all.
         """
         paged = cache.paged
         if ids.shape[1] == 1 and paged.length and counts is None and self.fast_step is not None:
@@ -192,9 +202,12 @@ class Model:
 
     @torch.inference_mode()
     def hidden(self, input_ids: Tensor) -> Tensor:
-        """Final hidden states ``[batch, tokens, hidden]``, after the last norm, of int64 ids ``[batch, tokens]``.
+        """Return final hidden states ``[batch, tokens, hidden]``, after the last norm.
 
-        With a quantized cache the tokens are fed in chunks of 64, so that attention really reads what the pages hold.
+        With a quantized cache the tokens are fed in chunks of 64, so that attention really reads the packed pages.
+
+        input_ids: int64 ``[batch, tokens]``.
+
         Raises RequestError beyond the context.
         """
         ids = input_ids.to(self.device)
@@ -210,12 +223,12 @@ class Model:
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits ``[batch, tokens, vocab]`` of hidden states, with the model's own scaling and soft cap."""
+        """Return logits ``[batch, tokens, vocab]`` of hidden states, with the model's own scaling and soft cap."""
         logits: Tensor = self._head(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Logits ``[batch, tokens, vocab]`` of int64 ids ``[batch, tokens]``."""
+        """Return logits ``[batch, tokens, vocab]`` of int64 ids ``[batch, tokens]``."""
         return self.head(self.hidden(input_ids))
 
     @interruptible()
@@ -227,10 +240,13 @@ class Model:
     ) -> Any:
         """Continue a prompt, or a batch of them.
 
+        Returns a ``Generation``, or a list of them for a list of prompts.
+
         prompt: text, or chat messages (``[{"role": "user", "content": "..."}]``), or a list of either.
-        options: one for all, or one per prompt; or its fields as keywords: ``generate("Once", max_tokens=32)``.
-        Returns a ``Generation``, or a list of them for a list of prompts. Raises RequestError for a bad option or a
-        prompt beyond the context.
+        options: one for all, or one per prompt.
+        overrides: fields of the options as keywords: ``generate("Once", max_tokens=32)``.
+
+        Raises RequestError for a bad option or a prompt beyond the context.
         """
         prompts, single = as_batch(prompt)
         done: dict[int, Generation] = {}
@@ -242,9 +258,15 @@ class Model:
     def stream(
         self, prompt: str | Messages, options: GenerationOptions | None = None, **overrides: Any
     ) -> Generator[str, None, Generation | None]:
-        """Continue one prompt; yields text as soon as it is certain.
+        """Continue one prompt; yield text as soon as it is certain.
 
         The generator's return value is the ``Generation``.
+
+        prompt: text or chat messages.
+        options: how to generate.
+        overrides: fields of the options as keywords.
+
+        Raises RequestError as ``generate`` does, and for a list of prompts.
         """
         prompts, single = as_batch(prompt)
         if not single:
@@ -257,10 +279,9 @@ class Model:
         return None
 
     def memory(self) -> dict[str, int]:
-        """Bytes by kind.
+        """Return bytes by kind.
 
-        ``quantized``: packed weights with their scales. ``dense``: all else. ``kv_per_token``: in packed pages, all
-        layers.
+        ``quantized``: packed weights with scales. ``dense``: all else. ``kv_per_token``: packed pages of all layers.
         """
         weights = {m.packed for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))}
         packed = sum(weight.nbytes() for weight in weights if not isinstance(weight, HalfWeight))  # a tied matrix once
@@ -270,12 +291,12 @@ class Model:
         return {"quantized": packed, "dense": sum(tensors.values()) - packed, "kv_per_token": round(token)}
 
     def _cached_shape(self) -> tuple[int, int]:
-        """Heads of keys and values, and channels of each."""
+        """Return heads of keys and values, and channels of each."""
         config = self.module.config
         return cached_kv_heads(config), head_dim(config)
 
     def layouts(self) -> dict[str, int]:
-        """Layers by the layout of their packed weight: ``{"int4": 210}``."""
+        """Count layers by the layout of their packed weight: ``{"int4": 210}``."""
         kinds = [m.packed.layout for m in self.module.modules() if isinstance(m, (QuantLinear, QuantEmbedding))]
         return {name: kinds.count(name) for name in dict.fromkeys(kinds)}
 
@@ -285,7 +306,7 @@ class Model:
         return f"Model({self.config.get('model_type')}, {self.device}, {dtype}, {held}, KV cache {self.kv_words})"
 
     def windows(self) -> list[int | None]:
-        """Sliding window of each layer in tokens, None for full attention."""
+        """Return the sliding window of each layer in tokens, None for full attention."""
         return [spec.window for spec in self._specs]
 
     def _run(
@@ -312,7 +333,10 @@ class Model:
         return run(self, ids, each, end_tokens=self.end_tokens, context=self.context)
 
     def _check_room(self, lengths: Sequence[int]) -> None:
-        """Raises RequestError if the KV cache of sequences of these lengths does not fit the free memory of a CPU."""
+        """Check that the KV cache of sequences of these lengths fits the free memory of a CPU.
+
+        Raises RequestError if not.
+        """
         if self.device.type != "cpu" or (self.context is not None and max(lengths) > self.context):
             return  # what is longer than the context is refused with other words
         heads, dim = self._cached_shape()
@@ -328,7 +352,10 @@ class Model:
             )
 
     def encode(self, prompt: str | Messages, *, chat: bool = False) -> list[int]:
-        """Token ids of a prompt. Messages, and text with ``chat``, go through the chat template.
+        """Return token ids of a prompt. Messages, and text with ``chat``, go through the chat template.
+
+        prompt: text or chat messages.
+        chat: use the chat template on text, too.
 
         Raises RequestError for what is no prompt, or a model without chat template, SourceError if the template fails.
         """
@@ -349,7 +376,7 @@ class Model:
 
 
 class _Given:
-    """Stands where the base model is, and returns the hidden states that it is given."""
+    """A base model that returns the hidden states that it is given."""
 
     def __getattr__(self, name: str) -> Any:
         return self  # OPT's head calls model.decoder
@@ -361,7 +388,7 @@ class _Given:
 
 
 def head_only(module: Any) -> Any:
-    """The model without its body: maps ``inputs_embeds`` (final hidden states) to logits.
+    """Return the model without its body: it maps ``inputs_embeds`` (final hidden states) to logits.
 
     The architecture's own code does it, so every scaling and soft cap (gemma, cohere, granite) is right without a list
     of them. Shares all weights.

@@ -28,8 +28,10 @@ class Architecture:
     class_name: str
     layer_names: dict[str, str]
     extra: dict[str, Any] = field(default_factory=dict)
-    rotary_rows_interleaved: bool = False  # q/k rows stored as (pair, half) instead of (half, pair)
-    norms_plus_one: bool = False  # norms stored as 1 + w
+    # q/k rows stored as (pair, half) instead of (half, pair)
+    rotary_rows_interleaved: bool = False
+    # norms stored as 1 + w
+    norms_plus_one: bool = False
 
 
 ARCHITECTURES = {

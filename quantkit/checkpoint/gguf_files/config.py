@@ -151,7 +151,8 @@ def _llama3_scaling(source: Opened, may: Any) -> dict[str, Any]:
     factor = float(
         f"{stored.max().item():.4g}"
     )  # the lowest frequency's factor is the whole one, up to float32 rounding
-    turns = original * frequency / (2 * torch.pi)  # how often each frequency turns within the original context
+    # how often each frequency turns within the original context
+    turns = original * frequency / (2 * torch.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if not torch.allclose(expected, stored, rtol=1e-4):

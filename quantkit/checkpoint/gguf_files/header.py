@@ -38,7 +38,8 @@ DEFAULT_ALIGNMENT = 32
 class StoredTensor:
     """One tensor of the file. ``shape`` is in torch's order (rows first); ``offset`` counts from the file's start."""
 
-    kind: str  # the name of the ggml type: "F32", "Q4_1", ...
+    # the name of the ggml type: "F32", "Q4_1", ...
+    kind: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int

@@ -41,7 +41,8 @@ class Rebuilt:
     """A ``tokenizers.Tokenizer`` and what transformers wants to know beside it."""
 
     tokenizer: Any
-    special: dict[str, str]  # bos_token, eos_token, ... -> token
+    # bos_token, eos_token, ... -> token
+    special: dict[str, str]
     chat_template: str | None
     add_bos: bool
     context_length: int | None

@@ -12,7 +12,7 @@ from quantkit.errors import RequestError
 
 
 def refuse_unknown(given: Iterable[str]) -> None:
-    """Raise TypeError, as Python does, for an option that does not exist; the message says which was likely meant.
+    """Raise TypeError, as Python does, for an option that does not exist; the message names the likely one.
 
     >>> refuse_unknown(["bits", "groupsize"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):

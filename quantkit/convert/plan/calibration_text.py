@@ -106,7 +106,7 @@ def _distil_windows(
         return None
     if options.calibration == self_calibration.NAME:
         return None if windows is None else replace(windows, ids=windows.ids.new_empty(options.distil, options.seq_len))
-    if options.needs_data and windows is None:  # what is wrong with the text was said
+    if options.needs_data and windows is None:  # the problem with the text is listed already
         return None
     asked = replace(options, samples=options.distil)
     return _read_windows(asked, tokenizer, model, problems, after=options.samples if options.needs_data else 0)

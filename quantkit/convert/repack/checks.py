@@ -80,7 +80,7 @@ def refuse_preset(path: str, preset: str | None) -> None:
 
 
 def _typed(name: str, value: Any) -> str:
-    """An option as it is typed."""
+    """Spell an option as it is typed."""
     if name == "symmetric":
         return "--sym" if value else "--asym"
     shown = "channel" if name == "group_size" and value is None else value

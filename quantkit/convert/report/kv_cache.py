@@ -42,7 +42,8 @@ def average_bits(plan: KVPlan) -> tuple[float, float]:
 def summary(plan: KVPlan, layers: Mapping[str, LayerRanges], budget: float | None) -> dict[str, Any]:
     """Return the calibrated cache for report, JSON and manifest.
 
-    code_bits: of a number; stored_bits: with the scales of its page. Averages over keys and values of all layers.
+    Its ``code_bits`` are those of a number, its ``stored_bits`` count the scales of its page, too; both are averages
+    over keys and values of all layers.
 
     plan: the KV-cache plan.
     layers: ranges by name of the attention module.

@@ -32,7 +32,7 @@ from quantkit.runtime.model import head_only
 PART = "distilled"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-OnDistil = Callable[[str, int, int, str], None]  # told of progress: stage, steps done, steps in all, a note
+OnDistil = Callable[[str, int, int, str], None]  # called with: stage, steps done, steps in all, a note
 
 
 def distil(

@@ -30,7 +30,13 @@ MOST_SEQUENCES = 8  # beyond, the matrices are no longer bound by memory and tor
 
 
 def cpu_step(module: Any, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> CpuStep | None:
-    """The compiled step of a model, or None where it is not of the family, or the extra is not there."""
+    """Return the compiled step of a model, None where it is not of the family, or the extra is not installed.
+
+    module: the transformers model.
+    config: content of config.json.
+    dtype: of activations.
+    device: where the model runs.
+    """
     if device.type != "cpu" or dtype != torch.float32 or not threads.available():
         return None
     family = recognise(module)
@@ -41,7 +47,10 @@ def cpu_step(module: Any, config: Mapping[str, Any], dtype: torch.dtype, device:
 
 @lru_cache(maxsize=16)
 def proved(config: str) -> bool:
-    """Whether the compiled step of a config's twin is right: ``prove`` on a CPU."""
+    """Tell whether the compiled step of a config's twin is right: ``prove`` on a CPU.
+
+    config: config.json as text.
+    """
     return prove(config, torch.device("cpu"), lambda family: CpuStep(family) if _representable(family) else None, CLOSE)
 
 
@@ -51,7 +60,7 @@ def _representable(family: Family) -> bool:
 
 
 def _fields(module: nn.Module) -> Any:
-    """A linear module as fields of a job, or None."""
+    """Return a linear module as fields of a job, None for any other module."""
     if isinstance(module, QuantLinear):
         usable = isinstance(module.packed, (PlanarWeight, HalfWeight)) and module.kernel in (None, "numba")
         return module.packed.fields(module.bias) if usable else None  # type: ignore[operator]
@@ -105,7 +114,7 @@ class CpuStep:
 
     @property
     def invariant_batch(self) -> int:
-        """Sequences that one call takes without one changing a bit of another's numbers: all that it takes.
+        """How many sequences one call takes without one changing a bit of another's numbers: all that it takes.
 
         Every thread computes each (row, token) and each (sequence, head) by itself, in an order that does not depend
         on how many there are; ``tests/unit/runtime/test_deterministic.py`` compares them bit by bit.
@@ -113,11 +122,11 @@ class CpuStep:
         return self._most
 
     def reads(self, specs: Sequence[LayerSpec]) -> bool:
-        """Whether a cache of such layers is read by this step; else the definition decodes."""
+        """Tell whether this step reads a cache of such layers; else the definition decodes."""
         return all(_reads(spec, self.family.head_dim) for spec in specs)
 
     def _template(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Everything that does not change from step to step."""
+        """Return the fields of a job that are equal in every step."""
         k, family = self._codes, self.family
         job = np.zeros(k.FIRST_LAYER + len(family.blocks) * k.LAYER, dtype=np.int64)
         job[k.JOB], job[k.LAYERS], job[k.HIDDEN] = k.JOB_STEP, len(family.blocks), self.hidden
@@ -153,7 +162,7 @@ class CpuStep:
             fields[m.OUT_STRIDE] = strides.get(name, self._sent).stride(0) * 4
 
     def _reach(self, positions: int) -> None:
-        """Angles for that many positions at least."""
+        """Extend the rotary angles to at least that many positions."""
         if positions <= self._positions:
             return
         k, wanted = self._codes, max(1024, 1 << (positions - 1).bit_length())
@@ -167,7 +176,7 @@ class CpuStep:
         self._positions = wanted
 
     def _point_at(self, cache: KVCache) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The job with the addresses of this cache's pages."""
+        """Return the job with the addresses of this cache's pages."""
         k, job, after = self._codes, self._job, [n + 1 for n in cache.lengths]
         for index, (layer, seen) in enumerate(zip(cache.layers, self._seen, strict=True)):
             layer.reserve(after)
@@ -175,7 +184,7 @@ class CpuStep:
         return job
 
     def _lay_out(self, job: np.ndarray[Any, np.dtype[np.int64]], batch: int, length: int, parts: int) -> None:
-        """Each thread's own memory, and the partial results that all share."""
+        """Divide the workspace into each thread's own memory and the partial results that all share."""
         k, family = self._codes, self.family
         dim, sharing = family.head_dim * 4, family.heads // family.kv_heads
         chunk = k.CHUNK_PAGES * PAGE_TOKENS
@@ -205,7 +214,7 @@ class CpuStep:
 
 
 class _Seen:
-    """What a layer's fields in the job point at; they are written again when it has changed."""
+    """The addresses in a layer's fields of the job, written again when the layer has changed."""
 
     def __init__(self) -> None:
         self._pages = np.zeros((0, 0), dtype=np.int64)  # [batch, pages]: packed ones first, then exact ones
@@ -215,7 +224,10 @@ class _Seen:
         self._at: list[int] = []
 
     def point(self, fields: np.ndarray[Any, np.dtype[np.int64]], layer: PagedLayer, k: Any) -> None:
-        """k: the module that names the fields."""
+        """Write the addresses of a layer's pages into its fields.
+
+        k: the module that names the fields.
+        """
         tensors = list(layer.pool().fields.values())
         if layer.packed is not None and layer.first is not None:
             tensors += [*layer.packed.fields.values(), *layer.first]
@@ -260,13 +272,13 @@ def _bits(value: float) -> int:
 
 
 def _readable(layer: PagedLayer) -> bool:
-    """Whether the step reads this layer's pages."""
+    """Tell whether the step reads this layer's pages."""
     keys, values = layer.head_dim
     return bool(layer.length) and keys == values and _reads(layer.spec, values)
 
 
 def _reads(spec: LayerSpec, head_dim: int) -> bool:
-    """float32 as it comes, or both keys and values packed with online scales."""
+    """Tell whether a layer is float32, or has both keys and values packed with online scales."""
     if spec.dtype != torch.float32:
         return False
     return spec.packing is None or _unpackable(spec.packing.scheme, head_dim)

@@ -10,17 +10,21 @@ from torch import Tensor
 
 
 class TransformersModel(Protocol):
-    """What is needed of a transformers model: the part of it that gives hidden states."""
+    """A transformers model as the reference decoder needs it: its body gives hidden states."""
 
     @property
     def base_model(self) -> Any: ...
 
 
 def definition_step(module: TransformersModel, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
-    """Run tokens through the transformers model over a cache (``transformers_cache``), appending to it.
+    """Run tokens through the transformers model over a cache, appending to it.
 
-    ids: int64 ``[batch, tokens]``. counts: how many of them, the last ones, each sequence has (the others are padding);
-    None: all. Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
+    Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
+
+    module: the transformers model.
+    ids: int64 ``[batch, tokens]``.
+    cache: as ``transformers_cache`` returns it.
+    counts: how many of the tokens, the last ones, each sequence has (the others are padding); None: all.
     """
     paged, tokens = cache.paged, ids.shape[1]
     lengths = torch.tensor(paged.expect(counts or [tokens] * len(ids), tokens), device=ids.device)[:, None]

@@ -1,12 +1,12 @@
-"""The common decoder family, recognised in a transformers model by what its blocks hold, not by name.
+"""The common decoder family, recognised in a transformers model by the modules of its blocks, not by name.
 
 ::
 
     x += [after_attention](o(attention(rotary([q_norm] q(n)), rotary([k_norm] k(n)), v(n))))     n = norm_in(x)
     x += [after_mlp](down(act(gate(m)) * up(m)))                                                 m = norm_mid(x)
 
-llama, mistral, qwen2, qwen3, gemma3 and others. A model whose blocks hold anything else is not taken; one that holds
-the same parts but joins them otherwise is found out by the proof on its twin (``proof.py``).
+llama, mistral, qwen2, qwen3, gemma3 and others. A model whose blocks have any other module is not taken; one that has
+the same modules but connects them otherwise is found by the proof on its twin (``proof.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ STATIC_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")  # angle
 class Block:
     """The tensors and linear modules of one decoder block.
 
-    Norm weights are as multiplied (``1 + w`` resolved), float32 ``[hidden]`` or None. linears: the seven, by name.
+    Norm weights are the factors (``1 + w`` resolved), float32 ``[hidden]`` or None.
+
+    linears: the seven, by name.
+    rotary: the block's kind of rotary embedding.
     """
 
     norm_in: Tensor
@@ -46,7 +49,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Family:
-    """A recognised model. rotary: gives cos and sin for positions, by the block's kind."""
+    """A recognised model.
+
+    rotary: gives cos and sin for positions, by the block's kind.
+    """
 
     blocks: list[Block]
     last_norm: Tensor
@@ -60,7 +66,11 @@ class Family:
     act: int
 
     def angles(self, kind: str | None, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 ``[positions, rotary width]``, where the model is."""
+        """Return cos and sin, float32 ``[positions, rotary width]``, on the model's device.
+
+        kind: of the block's rotary embedding.
+        positions: how many.
+        """
         device = self.last_norm.device
         like = torch.zeros(1, 1, dtype=torch.float32, device=device)
         pieces = []
@@ -73,7 +83,7 @@ class Family:
 
 
 def recognise(module: Any) -> Family | None:
-    """The family's view of a model, or None for any other structure."""
+    """Return the family's view of a model, None for any other structure."""
     base = module.base_model
     layers, norm = getattr(base, "layers", None), getattr(base, "norm", None)
     embedding: Any = getattr(base, "embed_tokens", None)
@@ -107,12 +117,12 @@ def _parts(module: Any) -> set[str]:
 
 
 def _holds(module: Any) -> bool:
-    """Whether a part computes anything: dropout and identities do not, at run time."""
+    """Tell whether a module computes anything: dropout and identities do not, at run time."""
     return not isinstance(module, (nn.Dropout, nn.Identity))
 
 
 def _loose(module: Any) -> bool:
-    """Whether a module holds tensors of its own, used in a way unknown here (a scalar per layer, sinks)."""
+    """Tell whether a module holds tensors of its own, used in a way unknown here (a scalar per layer, sinks)."""
     return any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
 
 
@@ -158,7 +168,7 @@ def _block(layer: Any, kind: str | None) -> Block | None:
 
 
 def _numbers(layer: Any) -> tuple[int, int, int, float, int] | None:
-    """Heads, kv heads, head_dim, scaling of the scores, activation."""
+    """Return heads, kv heads, head_dim, scaling of the scores, activation; None if they are unknown."""
     attention, mlp = layer.self_attn, layer.mlp
     dim, scaling = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
     act = _activation(getattr(mlp, "act_fn", None))
@@ -188,7 +198,7 @@ def _eps(module: Any) -> float | None:
 
 
 def effective_norm(norm: Any) -> Tensor | None:
-    """What an RMS norm multiplies by, float32: its weight, or ``1 + weight``; None if it is no such norm."""
+    """Return the factors of an RMS norm, float32: its weight, or ``1 + weight``; None if it is no such norm."""
     weight, eps = getattr(norm, "weight", None), _eps(norm)
     if weight is None or eps is None or getattr(norm, "bias", None) is not None:
         return None

@@ -51,11 +51,13 @@ FIRST_POSITIONS = 2048  # angles that are made at first
 
 @dataclass(frozen=True)
 class State:
-    """What a step reads and writes, all on the device.
+    """The inputs and workspaces of a step, all on the device.
 
-    ids: int64 ``[sequences, 1]``, tokens of this step. tables: their positions, and the pages of every layer.
-    space: the workspace of attention. angles: cos and sin by kind of block, for every position that the state will
-    reach; a captured step of this state goes on reading these tables, whatever longer ones the model makes later.
+    ids: int64 ``[sequences, 1]``, tokens of this step.
+    tables: their positions, and the pages of every layer.
+    space: the workspace of attention.
+    angles: cos and sin by kind of block, for every position that the state will reach; a captured step of this state
+        goes on reading these tables, whatever longer ones the model makes later.
     """
 
     ids: Tensor
@@ -67,7 +69,13 @@ class State:
 def gpu_step(
     module: Any, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[GpuStep | None, str]:
-    """The step of a model and ``""``, or None and why there is none."""
+    """Return the step of a model and ``""``, or None and the reason.
+
+    module: the transformers model.
+    config: content of config.json.
+    dtype: of activations.
+    device: where the model runs.
+    """
     if find_spec("triton") is None:
         return None, "Triton is not installed"
     family = recognise(module)
@@ -86,7 +94,11 @@ def gpu_step(
 
 @lru_cache(maxsize=16)
 def proved(config: str, device: torch.device) -> bool:
-    """Whether the step is right for a config's twin: ``proof.prove`` on this device."""
+    """Tell whether the step is right for a config's twin: ``proof.prove`` on this device.
+
+    config: config.json as text.
+    device: where the model runs.
+    """
     return prove(
         config,
         device,
@@ -96,7 +108,7 @@ def proved(config: str, device: torch.device) -> bool:
 
 
 def _refused(family: Family, dtype: torch.dtype) -> str:
-    """Why the kernels cannot take a family; empty if they can."""
+    """Return why the kernels cannot run a family, empty if they can."""
     most = WIDEST_HEAD[dtype]
     if family.head_dim % 2 or family.head_dim > most:
         return f"heads of {family.head_dim} channels are not taken (even numbers up to {most} are, in {dtype})"
@@ -112,8 +124,8 @@ def _refused(family: Family, dtype: torch.dtype) -> str:
 class GpuStep:
     """``step(ids [sequences, 1], cache) -> [sequences, 1, hidden]``, or None where the definition must run.
 
-    A warning says why, once. ``forward(state)`` is the same for a caller who keeps a ``State`` himself: it does not
-    look at the cache's bookkeeping. dtype: of activations; the residual is float32.
+    A warning gives the reason, once. ``forward(state)`` is the same for a caller who keeps a ``State`` himself: it does
+    not read the cache's bookkeeping. ``dtype`` is that of activations; the residual is float32.
     """
 
     def __init__(self, family: Family, dtype: torch.dtype) -> None:
@@ -152,18 +164,18 @@ class GpuStep:
         return hidden
 
     def workspace(self, sequences: int, specs: Sequence[LayerSpec]) -> Any:
-        """For that many sequences and such layers."""
+        """Allocate the workspace of attention for that many sequences and such layers."""
         groups = [spec.scheme.groups(self.heads.dim) for spec in specs if spec.packing is not None]
         return self._attention.Workspace(
             sequences, self.heads, processors(self.device), self.device, max(groups, default=0)
         )
 
     def reads(self, specs: Sequence[LayerSpec]) -> bool:
-        """Whether the kernels read such pages (``why_unreadable``)."""
+        """Tell whether the kernels read such pages (``why_unreadable``)."""
         return not any(why_unreadable(spec, self.dtype, self.heads) for spec in specs)
 
     def reach(self, positions: int) -> Mapping[str | None, tuple[Tensor, Tensor]]:
-        """Angles for that many positions at least."""
+        """Return rotary angles for at least that many positions, by kind of block."""
         with self._lock:
             if positions > self._positions:
                 wanted = max(FIRST_POSITIONS, 1 << (positions - 1).bit_length())
@@ -223,7 +235,12 @@ def fuse_dense(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None] | None:
 
 
 def columns(modules: Sequence[Any], x: Tensor, dense: tuple[Tensor, Tensor | None] | None = None) -> list[Tensor]:
-    """Outputs of linears that read the same tensor; fused ones (``dense``: all of them) are computed once."""
+    """Return the outputs of linears that read the same tensor; fused ones are computed once.
+
+    modules: the linears.
+    x: ``[..., in_features]``.
+    dense: all of them as one dense weight and bias (``fuse_dense``), None otherwise.
+    """
     if dense is not None:
         return list(nn.functional.linear(x, *dense).split([m.out_features for m in modules], dim=-1))
     joined: dict[int, tuple[Tensor, ...]] = {}
@@ -243,7 +260,7 @@ def columns(modules: Sequence[Any], x: Tensor, dense: tuple[Tensor, Tensor | Non
 
 
 def pair_of(gate: nn.Module, up: nn.Module) -> tuple[TritonWeight, Tensor | None] | None:
-    """Gate and up as one weight whose kernel applies the activation, with its bias; None where they do not lie so."""
+    """Return gate and up as one weight whose kernel applies the activation, with its bias; None if not fused so."""
     if not isinstance(gate, FusedLinear) or not isinstance(up, FusedLinear) or gate.fused is not up.fused:
         return None
     together = gate.fused
@@ -259,9 +276,13 @@ def pair_of(gate: nn.Module, up: nn.Module) -> tuple[TritonWeight, Tensor | None
 
 
 def why_unreadable(spec: LayerSpec, dtype: torch.dtype, heads: Heads) -> str:
-    """Why the kernels cannot read a layer's pages; empty if they can.
+    """Return why the kernels cannot read a layer's pages, empty if they can.
 
     They read exact pages in the step's dtype, and packed ones with online scales.
+
+    spec: of the layer.
+    dtype: of the step.
+    heads: of the model.
     """
     if spec.dtype != dtype:
         return f"its pages are {spec.dtype}, the step computes in {dtype}"

@@ -27,14 +27,16 @@ Step = Callable[[Tensor, KVCache], Tensor | None]  # ids [batch, 1], cache -> hi
 
 
 def prove(config: str, device: torch.device, make: Callable[[Family], Step | None], close: float) -> bool:
-    """Whether a config's twin gives the same hidden states by a fast step as by transformers' definition.
-
-    config: config.json as text. make: gives the step of a family, or None.
-    close: largest difference of the final hidden states, relative to their norm.
+    """Tell whether a config's twin gives the same hidden states by a fast step as by transformers' definition.
 
     The twin reads a prompt longer than its sliding window and than the context that its positions were scaled from,
-    then takes four steps of two sequences, of equal and of different lengths, over float32 pages. That packed pages
-    are read alike depends on no model: tests hold it.
+    then takes four steps of two sequences, of equal and of different lengths, over float32 pages. Reading packed pages
+    does not depend on the model: tests check it.
+
+    config: config.json as text.
+    device: where the step runs.
+    make: returns the step of a family, None without one.
+    close: largest difference of the final hidden states, relative to their norm.
     """
     from quantkit.model.twin import small_twin
 
@@ -61,7 +63,10 @@ def _equals_the_definition(twin: Any, step: Step, device: torch.device, close: f
 
 
 def _agree(twin: Any, step: Step, ids: Tensor, shorter: int, close: float) -> bool:
-    """shorter: tokens that the second sequence has less than the first."""
+    """Tell whether both decoders agree on two sequences.
+
+    shorter: tokens that the second sequence has less than the first.
+    """
     specs = layer_specs(twin, KVPlan(), torch.float32, ids.device)
     paged = [KVCache(specs, 32) for _ in range(2)]
     caches = [transformers_cache(cache) for cache in paged]

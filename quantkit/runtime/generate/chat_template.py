@@ -27,8 +27,10 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variables
     """Render messages, and the beginning of an answer, with a tokenizer's chat template.
 
     tokenizer: with ``chat_template`` (text, or several by name, of which ``default`` is taken, or ``tool_use`` where
-    tools are given) and ``special_tokens_map``. messages: of JSON values. variables: what else the template may use:
-    ``tools``, ``documents``, ``add_generation_prompt`` (True unless given), and its own names.
+        tools are given) and ``special_tokens_map``.
+    messages: of JSON values.
+    variables: what else the template may use: ``tools``, ``documents``, ``add_generation_prompt`` (True unless given),
+        and its own names.
 
     Raises RequestError if there is no template or it refuses the messages, SourceError if it is damaged or goes over
     a limit.

@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 
 
 class Refused(TemplateError):
-    """The template itself calls the messages wrong."""
+    """The template itself refuses the messages."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant wrote; here only what it holds is wanted."""
+    """``{% generation %}`` marks the assistant's text; here only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -2,7 +2,7 @@
 
 Tokens are chosen and fed back on the device. A ``Slot`` holds the static tensors of a batch size and the graphs that
 run on them: token ids, positions, block tables, the addresses of the pages, options and random numbers of the sampler.
-A step is one replay. Its tokens travel to pinned memory behind it, and the host looks at those of ``LAG`` steps
+A step is one replay. Its tokens are copied to pinned memory behind it, and the host reads those of ``LAG`` steps
 before, so the device never waits for the host: what was computed beyond an end or stop token is thrown away. Pages for
 the whole answer are reserved beforehand (``kv_cache/reserve_ahead.py``).
 
@@ -34,7 +34,7 @@ FIRST_TOKENS = 2048  # positions that a slot has tables for, at least; then powe
 
 
 class Answering(Protocol):
-    """What is needed of one request: how to choose, what was in the prompt, and what was answered up to now."""
+    """One request while it is decoded: its sampler, its options, and the tokens answered so far."""
 
     sampler: Sampler
     options: GenerationOptions
@@ -50,12 +50,14 @@ class Mailbox:
         self._done = [torch.cuda.Event() for _ in range(LAG + 2)] if self._cuda else []
 
     def put(self, number: int, tokens: Tensor) -> None:
+        """Start copying the tokens of a step to the host, without waiting."""
         index = number % (LAG + 2)
         self._host_tokens[index].copy_(tokens, non_blocking=True)
         if self._cuda:
             self._done[index].record(torch.cuda.current_stream(tokens.device))
 
     def get(self, number: int) -> list[int]:
+        """Return the tokens of a step, once it is done."""
         index = number % (LAG + 2)
         if self._cuda:
             self._done[index].synchronize()
@@ -66,7 +68,8 @@ class Mailbox:
 class Slot:
     """Static tensors for a number of sequences, and a graph for each ``SamplingMode``.
 
-    sequences: how many. tokens: positions that the longest may have.
+    sequences: how many.
+    tokens: positions that the longest may have.
     """
 
     def __init__(self, sequences: int, tokens: int, step: GpuStep, head: Any, specs: Sequence[LayerSpec]) -> None:
@@ -82,19 +85,20 @@ class Slot:
         self.graphs: dict[SamplingMode, Any] = {}
 
     def run(self, mode: SamplingMode) -> None:
-        """One step: the tokens in ``ids`` are read, those after them chosen."""
+        """Run one step: read the tokens in ``ids``, choose those after them."""
         logits = self.head(self.step.forward(self.state))[:, -1]
         self.tables.length.add_(1)
         self.take(logits, mode)
 
     def take(self, logits: Tensor, mode: SamplingMode) -> None:
-        """Choose from logits ``[sequences, vocab]``, for the next step to read."""
+        """Choose tokens from logits ``[sequences, vocab]``, for the next step to read."""
         uniform = self.uniform.index_select(1, self.chosen)[:, 0] if mode.draws else self.uniform[:, 0]
         tokens = self.choices.choose(logits, uniform, mode)
         self.state.ids.copy_(tokens[:, None])
         self.chosen.add_(1)
 
     def replay(self, mode: SamplingMode) -> None:
+        """Replay the captured step, or run it where none was captured."""
         graph = self.graphs.get(mode)
         if graph is None:
             self.run(mode)
@@ -103,9 +107,12 @@ class Slot:
             graph.replay()
 
     def fill(self, cache: KVCache, live: Sequence[Answering], draws: Sequence[Tensor], until: int) -> None:
-        """Point at a cache, with pages for positions up to ``until``.
+        """Fill the static tensors from a cache and its requests.
 
+        cache: of the batch.
+        live: the requests, one per sequence.
         draws: random numbers that each sequence has not used yet.
+        until: reserve pages for positions up to here.
         """
         self.tables.fill(cache, until)
         self.choices.fill([request.options for request in live])
@@ -114,13 +121,16 @@ class Slot:
         self.chosen.zero_()
 
     def remember(self, live: Sequence[Answering], vocab: int) -> None:
+        """Set the tokens of prompt and answer that each sequence's repetition penalty reads."""
         self.choices.remember([[*request.sampler.seen, *request.tokens] for request in live], vocab)
 
 
 class GraphDecoder:
     """The captured decode steps of a model; ``begin`` starts a batch. One batch at a time: another one finds it busy.
 
-    head: hidden states -> logits. specs: of the model's caches. capture: whether steps are captured (a CUDA device).
+    head: hidden states -> logits.
+    specs: of the model's caches.
+    capture: whether steps are captured (a CUDA device).
     """
 
     def __init__(self, step: GpuStep, head: Any, specs: Sequence[LayerSpec], vocab: int, *, capture: bool) -> None:
@@ -133,9 +143,12 @@ class GraphDecoder:
         self._pool: Any = None
 
     def prepare(self, options: Sequence[GenerationOptions], until: int) -> None:
-        """Capture what a batch needs, if it is not there yet.
+        """Capture what a batch needs, if it is not captured yet.
 
         That takes some seconds, once for each batch size and way of sampling.
+
+        options: of each sequence.
+        until: tokens of the longest sequence at the end.
         """
         if self.takes(len(options)) and self.guard.acquire(blocking=False):
             try:
@@ -144,12 +157,16 @@ class GraphDecoder:
                 self.guard.release()
 
     def takes(self, sequences: int) -> bool:
+        """Tell whether so many sequences can be decoded by captured steps."""
         return sequences <= BUCKETS[-1] and not self.broken and self.step.reads(self.specs)
 
     def begin(self, cache: KVCache, live: Sequence[Answering], logits: Tensor, until: int) -> Run | None:
-        """Start decoding after a prompt; None where steps must be run one by one.
+        """Start decoding after a prompt; return None where steps must be run one by one.
 
-        logits: ``[sequences, vocab]`` of the prompts' last tokens. until: tokens of the longest sequence at the end.
+        cache: holds the prompts.
+        live: the requests, one per sequence.
+        logits: ``[sequences, vocab]`` of the prompts' last tokens.
+        until: tokens of the longest sequence at the end.
         """
         if not self.takes(len(live)) or not self.guard.acquire(blocking=False):
             return None
@@ -164,9 +181,12 @@ class GraphDecoder:
         return run
 
     def slot(self, options: Sequence[GenerationOptions], until: int) -> Slot:
-        """The slot for these requests, with its graph.
+        """Return the slot for these requests, with its graph.
 
-        Without one where capturing failed (``broken``): the slot launches kernel by kernel then.
+        There is no graph where capturing failed (``broken``): the slot then launches kernel by kernel.
+
+        options: of each sequence.
+        until: tokens of the longest sequence at the end.
         """
         mode = SamplingMode.of(options)
         sequences = bucket(len(options))
@@ -190,7 +210,7 @@ class GraphDecoder:
         return slot
 
     def _captured(self, slot: Slot, mode: SamplingMode) -> Any:
-        """Runs the step twice on no sequence (kernels are compiled, workspaces made), then records it."""
+        """Run the step twice on no sequence (kernels are compiled, workspaces made), then record it."""
         slot.tables.pads.fill_(-1)
         slot.chosen.zero_()
         if self._stream is None:
@@ -239,7 +259,7 @@ class Run:
         self._launched += 1
 
     def cached_bytes(self) -> int:
-        """Cache bytes of the sequences that still answer, as far as the host has read.
+        """Return the cache bytes of the sequences that still answer, as far as the host has read.
 
         Pages of sequences that left stay until the slot shrinks.
         """
@@ -247,7 +267,7 @@ class Run:
         return sum(self.cache.sequence_bytes(self._lengths[index] + read) for index in self._live_indices)
 
     def next(self) -> list[int]:
-        """The next token of every sequence."""
+        """Return the next token of every sequence."""
         smaller = bucket(len(self._live_indices)) < self.slot.sequences
         if smaller and self._launched == self._read:
             self._shrink()
@@ -266,7 +286,7 @@ class Run:
         self._draws = [self._draws[i] for i in kept]
 
     def _shrink(self) -> None:
-        """Into a smaller slot: all that was launched has been read."""
+        """Move into a smaller slot: all steps that were launched have been read."""
         steps = self._launched - 1
         for layer in self.cache.layers:
             commit(layer, [length + steps for length in self._lengths])
@@ -287,5 +307,5 @@ class Run:
 
 
 def bucket(sequences: int) -> int:
-    """The batch size that so many sequences run in."""
+    """Return the batch size that so many sequences run in."""
     return next(size for size in BUCKETS if size >= sequences)

@@ -22,7 +22,9 @@ from quantkit.runtime.generate.sampling import GenerationOptions
 class SamplingMode:
     """What the sampling of a batch involves.
 
-    draws: a temperature is above 0. ranks: top-k or top-p is used. penalizes: a repetition penalty is.
+    draws: some temperature is above 0.
+    ranks: top-k or top-p is used.
+    penalizes: a repetition penalty is used.
     """
 
     draws: bool = False
@@ -31,6 +33,7 @@ class SamplingMode:
 
     @classmethod
     def of(cls, options: Sequence[GenerationOptions]) -> SamplingMode:
+        """Return the mode that covers the options of all sequences."""
         drawn = [option for option in options if option.temperature > 0]
         ranks = any(option.top_k or option.top_p < 1 for option in drawn)
         return cls(bool(drawn), ranks, any(option.repetition_penalty != 1 for option in options))
@@ -71,7 +74,11 @@ class DeviceSampler:
             tensor.copy_(torch.tensor(whole, dtype=torch.float64)[:, None])
 
     def remember(self, sequences: Sequence[Sequence[int]], vocab: int) -> None:
-        """Set what was seen of the first sequences."""
+        """Set the tokens that the first sequences have seen.
+
+        sequences: token ids of prompt and answer of each.
+        vocab: entries of a row of logits.
+        """
         if self.seen is None:
             self.seen = torch.zeros(len(self.drawn), vocab, dtype=torch.bool, device=self.drawn.device)
         seen = torch.zeros(self.seen.shape, dtype=torch.bool)
@@ -80,9 +87,11 @@ class DeviceSampler:
         self.seen.copy_(seen)
 
     def choose(self, logits: Tensor, uniform: Tensor, mode: SamplingMode) -> Tensor:
-        """Tokens int64 ``[sequences]`` from logits ``[sequences, vocab]``.
+        """Choose tokens int64 ``[sequences]``.
 
+        logits: ``[sequences, vocab]``.
         uniform: float64 ``[sequences]``, used where a sequence draws.
+        mode: what the sampling of the batch involves.
         """
         logits = logits.float()
         if mode.penalizes and self.seen is not None:
@@ -107,7 +116,7 @@ class DeviceSampler:
         return index.clamp(max=logits.shape[-1] - 1)
 
     def _ranked(self, logits: Tensor) -> Tensor:
-        """``keep_top_p(keep_top_k(logits))`` of every row."""
+        """Return ``keep_top_p(keep_top_k(logits))`` of every row."""
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(logits.shape[-1], device=logits.device)
         out = (rank >= self.top_k) & (self.top_k > 0)

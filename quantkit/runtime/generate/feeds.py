@@ -1,4 +1,4 @@
-"""Where the tokens of a batch come from, a step at a time: all sequences together, or each as if it was alone."""
+"""The source of a batch's tokens, a step at a time: all sequences together, or each computed as if it were alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
 
 
 class Feed(Protocol):
-    """Where tokens come from, a step at a time."""
+    """A source of tokens, a step at a time."""
 
     def next(self) -> list[int]:
-        """The next token of every sequence that is left."""
+        """Return the next token of every sequence that is left."""
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Only these, by their place in the last ``next``, go on."""
+        """Go on with these sequences only.
+
+        kept: their places in the last ``next``.
+        """
 
     def cached_bytes(self) -> int:
-        """Bytes of the cache's pages, all sequences."""
+        """Return the bytes of the cache's pages, all sequences."""
 
     def close(self) -> None: ...
 
@@ -39,6 +42,7 @@ class Together:
         self._chosen: list[int] = []
 
     def next(self) -> list[int]:
+        """Run a step, unless the prompt's logits wait, and choose the next tokens."""
         logits, self._logits = self._logits, None
         if logits is None:
             logits = self._head(self._model.step(self._ids(), self._paged_cache))
@@ -49,7 +53,7 @@ class Together:
         return torch.tensor([[token] for token in self._chosen], device=self._model.device)
 
     def _head(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Logits ``[vocab]`` of each sequence's last token, from hidden states ``[batch, tokens, hidden]``."""
+        """Return logits ``[vocab]`` of each sequence's last token, from hidden states ``[batch, tokens, hidden]``."""
         return self._model.head(hidden)[:, -1].unbind()
 
     def __len__(self) -> int:
@@ -66,11 +70,11 @@ class Together:
         return self._cache.nbytes()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class _Group(Together):
-    """Sequences whose steps, by the model's word, do not change a bit of one another's numbers."""
+    """Sequences whose steps, as the model states, do not change a bit of one another's numbers."""
 
     def _head(self, hidden: Tensor) -> Sequence[Tensor]:
         logits = [self._model.head(rows)[:, -1] for rows in hidden.split(self._model.invariant_head)]
@@ -79,12 +83,12 @@ class _Group(Together):
 
 
 class Separate:
-    """Every number of a sequence as if it was alone (``GenerationOptions.deterministic``).
+    """Every sequence computed as if it were alone (``GenerationOptions.deterministic``).
 
     A matrix product rounds differently for another number of rows, and so does much else in torch (attention over
-    padding, the ends of vectors, the share of a thread). So nothing is asked of torch that depends on the others:
-    prompts are read one by one, and a step takes as many sequences as the model says it may (``invariant_step``), one
-    if it says nothing.
+    padding, the ends of vectors, the share of a thread). So torch computes nothing that depends on the others:
+    prompts are read one by one, and a step takes as many sequences as the model states (``invariant_step``), one
+    if it states nothing.
     """
 
     def __init__(self, model: Steps, samplers: Sequence[Sampler], prompts: Sequence[Sequence[int]], until: int) -> None:
@@ -122,4 +126,4 @@ class Separate:
         return sum(group.cached_bytes() for group in self._groups)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""

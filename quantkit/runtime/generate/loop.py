@@ -20,10 +20,12 @@ from quantkit.runtime.generate.text_stream import TextStream
 class Generation:
     """One answer and how long it took.
 
+    text: the answer, without a stop string.
     tokens: generated ids, the end token excluded, those of a stop string included.
     finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens).
-    time_to_first_token, inter_token_latencies: in seconds, as this prompt saw them (a batch shares them).
-    tokens_per_second: of the decode phase, this sequence alone; 0 for a single token.
+    prompt_tokens: tokens of the prompt.
+    time_to_first_token: in seconds, as this prompt saw it (a batch shares it).
+    inter_token_latencies: in seconds, in the same way.
     kv_cache_bytes: of cache pages in use when it ended, the mean of the sequences left then; shared pages count once.
     """
 
@@ -37,6 +39,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
+        """Speed of the decode phase, of this sequence alone; 0 for a single token."""
         spent = sum(self.inter_token_latencies)
         return len(self.inter_token_latencies) / spent if spent else 0.0
 
@@ -52,6 +55,8 @@ class Piece:
 
 @dataclass
 class _Sequence:
+    """One sequence while it is generated."""
+
     row: int
     sampler: Sampler
     stream: TextStream
@@ -63,7 +68,7 @@ class _Sequence:
     reason: str | None = None
 
     def take(self, token: int, now: float) -> str:
-        """Accept a token; returns text that is certain, sets ``reason`` at the end."""
+        """Accept a token and return text that is certain; set ``reason`` at the end."""
         self.times.append(now)
         if token in self.ends:
             self.reason = "stop"
@@ -95,10 +100,17 @@ def run(
     end_tokens: Sequence[int],
     context: int | None,
 ) -> Iterator[Piece]:
-    """Generate for a batch of prompts (token ids), one ``Piece`` for each sequence and step.
+    """Generate for a batch of prompts, one ``Piece`` for each sequence and step.
 
-    Prompts of different lengths are padded on the left and masked; sequences that end leave the batch. Raises
-    RequestError for an empty prompt or one that does not fit the context with its ``max_tokens``.
+    Prompts of different lengths are padded on the left and masked; sequences that end leave the batch.
+
+    model: what reads prompts and runs steps.
+    prompts: token ids.
+    options: one per prompt.
+    end_tokens: ids that end an answer.
+    context: tokens that the model can attend to, None without a limit.
+
+    Raises RequestError for an empty prompt or one that does not fit the context with its ``max_tokens``.
     """
     for prompt, one in zip(prompts, options, strict=True):
         check_length(len(prompt), one.max_tokens, context)
@@ -131,7 +143,7 @@ def run(
 
 
 def _feed(model: Steps, live: list[_Sequence], prompts: Sequence[Sequence[int]], until: int) -> Feed:
-    """Read the prompts; what follows is captured steps where there are such, else one step after the other."""
+    """Read the prompts, and return captured steps where there are any, else one step after the other."""
     samplers = [sequence.sampler for sequence in live]
     if _deterministic(live):
         return Separate(model, samplers, prompts, until)
@@ -144,7 +156,7 @@ def _feed(model: Steps, live: list[_Sequence], prompts: Sequence[Sequence[int]],
 
 
 def _deterministic(live: Sequence[_Sequence]) -> bool:
-    """Whether a batch is computed so that no sequence has a bit of influence on another: if only one of them asks."""
+    """Tell whether no sequence may change a bit of another: if only one of them asks, all are computed so."""
     return any(sequence.options.deterministic for sequence in live)
 
 
@@ -157,7 +169,14 @@ def _sequence(
 
 
 def check_length(prompt: int, max_tokens: int, context: int | None) -> None:
-    """Raises RequestError if a prompt is empty, or prompt and answer do not fit the context."""
+    """Check that a prompt is not empty, and that prompt and answer fit the context.
+
+    prompt: number of its tokens.
+    max_tokens: new tokens at most.
+    context: tokens that the model can attend to, None without a limit.
+
+    Raises RequestError if not.
+    """
     if not prompt:
         raise RequestError(
             "the prompt is empty (no tokens, and this model has no token for a beginning). Give some text."

@@ -1,4 +1,4 @@
-"""Read prompts into the paged cache, in pieces, a beginning that all share once."""
+"""Read prompts into the paged cache, in pieces; a beginning that all share is read once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFILL_TOKENS = 512  # a long prompt is read in pieces of this many tokens, whi
 
 
 class Steps(Protocol):
-    """What the generation loop needs of a model."""
+    """A model as the generation loop needs it."""
 
     device: torch.device
 
@@ -26,18 +26,20 @@ class Steps(Protocol):
     def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
         """Run tokens: final hidden states ``[batch, tokens, hidden]``; keys and values are cached.
 
-        ids: ``[batch, tokens]``. counts: sequence b has the last ``counts[b]`` of them; None: all.
+        ids: int64 ``[batch, tokens]``.
+        cache: as ``transformers_cache`` returns it.
+        counts: sequence b has the last ``counts[b]`` of the tokens; None: all.
         """
 
     def head(self, hidden: Tensor) -> Tensor: ...
 
     @property
     def invariant_step(self) -> int:
-        """Sequences that a decode step takes without one changing a bit of another's numbers: 1 or more."""
+        """How many sequences a decode step takes without one changing a bit of another's numbers: 1 or more."""
 
     @property
     def invariant_head(self) -> int:
-        """The same for the rows of ``head``."""
+        """How many rows of ``head`` are computed together without one changing a bit of another: 1 or more."""
 
     @property
     def graph_decoder(self) -> Any:
@@ -45,9 +47,13 @@ class Steps(Protocol):
 
 
 def prefill(model: Steps, prompts: Sequence[Sequence[int]], until: int) -> tuple[KVCache, Tensor]:
-    """Read the prompts: the cache, and the logits of their last tokens ``[batch, vocab]``.
+    """Read the prompts; return the cache, and the logits of their last tokens ``[batch, vocab]``.
 
     A beginning that all prompts share is read once.
+
+    model: what runs steps.
+    prompts: token ids.
+    until: tokens of the longest sequence at the end.
     """
     cache = model.new_cache(until)
     # A packed cache is read as it is when a piece begins: only whole pieces can be shared without changing what
@@ -62,9 +68,13 @@ def prefill(model: Steps, prompts: Sequence[Sequence[int]], until: int) -> tuple
 
 
 def read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Read prompts into a cache: final hidden states of the last tokens ``[batch, 1, hidden]``.
+    """Read prompts into a cache; return final hidden states of the last tokens ``[batch, 1, hidden]``.
 
     Every prompt is cut into pieces from its own beginning, so that its result does not depend on the others.
+
+    model: what runs steps.
+    cache: gets the prompts' keys and values.
+    prompts: token ids.
     """
     paged_cache = transformers_cache(cache)
     ends: dict[int, Tensor] = {}
@@ -79,9 +89,12 @@ def read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tens
 
 
 def shared_tokens(prompts: Sequence[Sequence[int]], unit: int) -> int:
-    """Number of tokens, a multiple of ``unit``, that all prompts begin with; 0 for a single prompt.
+    """Return the number of tokens, a multiple of ``unit``, that all prompts begin with; 0 for a single prompt.
 
     Each prompt has at least one token more.
+
+    prompts: token ids.
+    unit: tokens of a piece.
     """
     if len(prompts) < 2:
         return 0
@@ -92,9 +105,12 @@ def shared_tokens(prompts: Sequence[Sequence[int]], unit: int) -> int:
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int] | None]:
-    """Ids ``[batch, longest]`` padded on the left, and the number of real ones of each, or None if nothing was padded.
+    """Pad ids on the left: ``[batch, longest]``, and the number of real ones of each, None if nothing was padded.
 
     The value of the padding id does not matter, because it is never kept: 0 exists in every vocabulary.
+
+    prompts: token ids.
+    device: of the result.
     """
     longest = max(len(ids) for ids in prompts)
     padded = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts], device=device)

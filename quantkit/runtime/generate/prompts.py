@@ -1,4 +1,4 @@
-"""What somebody gives as a prompt, checked once: text, chat messages, or a list of either."""
+"""Prompts as users give them, checked once: text, chat messages, or a list of either."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def as_batch(prompt: Any) -> tuple[list[str | list[dict[str, Any]]], bool]:
 def checked(prompt: Any, where: str) -> str | list[dict[str, Any]]:
     """Return one prompt: the text itself, or messages in dicts of their own, of JSON values.
 
-    prompt: text or chat messages. where: which one, as an error begins.
+    prompt: text or chat messages.
+    where: which one, as an error begins.
 
     Raises RequestError for anything else, and for half of a surrogate pair, which no tokenizer reads.
     """

@@ -28,18 +28,23 @@ PENALTIES = "above 0 (0.000001 to 1000000); 1 is off"
 class GenerationOptions:
     """How to generate; validated once.
 
-    max_tokens: new tokens at most. temperature: 0 takes the most likely token (greedy). top_k: keep the k most likely
-    (0: all). top_p: keep the smallest set whose probability reaches p. min_p: drop tokens below this fraction of
-    the most likely one. repetition_penalty: above 1 makes tokens of the prompt and the answer less likely
-    (arXiv 1909.05858). seed: each prompt has a random generator of its own with this seed. stop: strings that end the
-    answer; not part of it. stop_tokens: the same for token ids. ignore_eos: go on past the model's end token. chat: use
-    the chat template on a plain string prompt.
-
+    max_tokens: new tokens at most.
+    temperature: 0 takes the most likely token (greedy).
+    top_k: keep the k most likely (0: all).
+    top_p: keep the smallest set whose probability reaches p.
+    min_p: drop tokens below this fraction of the most likely one.
+    repetition_penalty: above 1 makes tokens of the prompt and the answer less likely (arXiv 1909.05858).
+    seed: each prompt has a random generator of its own with this seed.
+    stop: strings that end the answer; not part of it.
+    stop_tokens: the same for token ids.
+    ignore_eos: go on past the model's end token.
+    chat: use the chat template on a plain string prompt.
     deterministic: the same prompt and options get the same tokens alone and in any batch (both with this option, on one
-    machine, with one number of threads). Without it they mostly do, in bfloat16 less often than in float32: a matrix
-    product rounds differently for another number of rows, and where two tokens are almost equally likely the last bit
-    decides. The cost is the speed of a batch: each prompt is read alone, and each token computed alone, except where
-    the compiled decode step of a CPU runs (float32), which takes 8 sequences. All of a batch get it if one asks.
+        machine, with one number of threads). Without it they mostly do, in bfloat16 less often than in float32: a
+        matrix product rounds differently for another number of rows, and where two tokens are almost equally likely the
+        last bit decides. The cost is the speed of a batch: each prompt is read alone, and each token computed alone,
+        except where the compiled decode step of a CPU runs (float32), which takes 8 sequences. All of a batch get it if
+        one asks.
 
     Raises RequestError naming the option and its range.
     """
@@ -81,7 +86,8 @@ class GenerationOptions:
 def check_options(options: Sequence[Any], vocabulary: int) -> None:
     """Check the options of a batch against the model that they are for.
 
-    options: one per prompt. vocabulary: token ids that the model has.
+    options: one per prompt.
+    vocabulary: token ids that the model has.
 
     Raises RequestError for anything but ``GenerationOptions``, and for a stop token that the model does not have.
     """
@@ -154,7 +160,11 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def probabilities(logits: Tensor, options: GenerationOptions) -> Tensor:
-    """What is drawn from, float32 ``[..., vocab]``; needs ``temperature > 0``. The penalty is applied before."""
+    """Return the distribution to draw from, float32 ``[..., vocab]``; the penalty is applied before.
+
+    logits: ``[..., vocab]``.
+    options: with ``temperature > 0``.
+    """
     # Shifted first and divided in float64: a tiny temperature would otherwise give inf - inf.
     shifted = logits.double() - logits.double().amax(-1, keepdim=True)
     scaled = (shifted / options.temperature).float()
@@ -163,7 +173,11 @@ def probabilities(logits: Tensor, options: GenerationOptions) -> Tensor:
 
 
 def draw(probability: Tensor, uniform: float) -> int:
-    """The token at quantile ``uniform`` (0 <= u < 1) of a distribution ``[vocab]``: the same on every device."""
+    """Return the token at a quantile of a distribution: the same on every device.
+
+    probability: ``[vocab]``.
+    uniform: the quantile, 0 <= u < 1.
+    """
     cumulative = probability.double().cumsum(-1)
     index = int(torch.searchsorted(cumulative, cumulative[-1] * uniform, right=True))
     return min(index, probability.shape[-1] - 1)
@@ -188,7 +202,7 @@ class Sampler:
         return torch.rand(drawn, generator=self._generator, dtype=torch.float64)
 
     def __call__(self, logits: Tensor) -> int:
-        """The next token id from logits ``[vocab]``."""
+        """Return the next token id from logits ``[vocab]``."""
         logits = logits.float()
         if self.options.repetition_penalty != 1.0:
             seen = torch.tensor(sorted(self._seen), dtype=torch.int64, device=logits.device)

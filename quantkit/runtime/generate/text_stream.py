@@ -10,10 +10,10 @@ _INCOMPLETE = "\ufffd"  # what a decoder gives for the first bytes of a longer c
 
 
 class TextStream:
-    """Text of one answer. ``push`` returns what is safe to show; ``stopped`` tells that a stop string was met.
+    """Text of one answer. ``push`` returns text that is safe to show; ``stopped`` is True after a stop string.
 
-    ``text`` is the whole answer so far, stop string and all that follows it excluded. Held back: bytes of an unfinished
-    character, and an ending that could be the beginning of a stop string.
+    ``text`` is the whole answer so far, without a stop string and all that follows it. Held back: bytes of an
+    unfinished character, and an ending that could be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
@@ -26,12 +26,12 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Text that this token makes certain; often empty, never to be taken back."""
+        """Return text that this token makes certain; often empty, never to be taken back."""
         self._ids.append(token)
         return self._show(self._decode(final=False))
 
     def finish(self) -> str:
-        """What was held back, when no token follows."""
+        """Return the text that was held back, when no token follows."""
         if self.stopped:
             return ""
         rest = self._show(self._decode(final=True)) + ("" if self.stopped else self._held)
@@ -66,5 +66,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop`` without being all of it."""
+    """Return the length of the longest end of ``text`` that begins ``stop`` without being all of it."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

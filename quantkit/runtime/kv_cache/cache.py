@@ -1,4 +1,4 @@
-"""The KV cache of a batch: a layer for each attention module (``paged_layer.py``), all in step."""
+"""The KV cache of a batch: one layer for each attention module (``paged_layer.py``), all of equal lengths."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class KVCache:
         return self.layers[-1].length
 
     def expect(self, counts: Sequence[int] | None, tokens: int) -> list[int]:
-        """Announce a step of ``tokens`` tokens; returns the lengths after it.
+        """Announce a step of ``tokens`` tokens; return the lengths after it.
 
-        counts: sequence b has the last ``counts[b]`` of them; None: all. Only after the first step if ``counts`` is
-        None.
+        counts: sequence b has the last ``counts[b]`` of them; None: all. The first step takes None only.
+        tokens: columns of the step, padding included.
         """
         for layer in self.layers:
             layer.expect(counts, tokens)
@@ -42,6 +42,7 @@ class KVCache:
 
     @property
     def batch(self) -> int:
+        """Number of sequences."""
         return self.layers[-1].batch
 
     def select(self, sequences: Sequence[int]) -> None:
@@ -50,20 +51,28 @@ class KVCache:
             layer.select(sequences)
 
     def fork(self, sequences: Sequence[int]) -> KVCache:
-        """A cache whose sequences begin as these do, sharing their pages: one prefix, many continuations."""
+        """Return a cache whose sequences begin as these do, sharing their pages: one prefix, many continuations."""
         other = KVCache([])
         other.layers = [fork(layer, sequences) for layer in self.layers]
         return other
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Take back the newest tokens (see ``sequences.truncate``). Where a layer refuses, none has changed."""
+        """Take back the newest tokens (see ``sequences.truncate``).
+
+        lengths: tokens of each sequence afterwards.
+
+        Raises RequestError as ``sequences.truncate`` does; no layer has changed then.
+        """
         for layer in self.layers:
             check_truncate(layer, lengths)
         for layer in self.layers:
             truncate(layer, lengths)
 
     def park(self, b: int) -> list[Parked]:
-        """Move one sequence to host memory: its pages are free, and it leaves the batch."""
+        """Move one sequence to host memory: its pages are free, and it leaves the batch.
+
+        b: the number of the sequence in the batch.
+        """
         parked = [park(layer, b) for layer in self.layers]
         self.select([i for i in range(self.batch) if i != b])
         return parked
@@ -74,20 +83,20 @@ class KVCache:
             unpark(layer, pages)
 
     def nbytes(self) -> int:
-        """Bytes of the pages in use."""
+        """Return the bytes of the pages in use."""
         return sum(layer.nbytes() for layer in self.layers)
 
     def sequence_bytes(self, length: int) -> int:
-        """Bytes that one sequence of that length needs, by the formula."""
+        """Return the bytes that one sequence of that length needs, by the formula."""
         return sum(layer.sequence_bytes(length) for layer in self.layers)
 
     def reserved_bytes(self) -> int:
-        """Bytes of all pools."""
+        """Return the bytes of all pools."""
         return sum(layer.reserved_bytes() for layer in self.layers)
 
 
 def joined(caches: Sequence[KVCache]) -> KVCache:
-    """One cache with the sequences of several, each of a single sequence: the first one, which takes in the others."""
+    """Join caches of a single sequence each into the first one, and return it."""
     first, *others = caches
     for other in others:
         first.unpark(other.park(0))

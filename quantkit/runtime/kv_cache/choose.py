@@ -1,4 +1,4 @@
-"""Which cache a model gets: what its checkpoint says, and what is asked for."""
+"""Choice of the KV cache of a model, from its checkpoint and the options."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ def kv_plan(stored: KVPlan | None, bits: int | str | None, scales: KVScales | No
     """Choose how the cache is kept, from what is stored and what is asked for.
 
     That is what is stored where it has the bits that are asked for, else a scheme without calibrated scales.
+
+    stored: the checkpoint's KV-cache plan, None without one.
+    bits: the option, None for what is stored.
+    scales: the option, None for what is stored.
 
     Raises RequestError for unknown bits, for scales without anything to scale, and for static ones that are not stored.
     """

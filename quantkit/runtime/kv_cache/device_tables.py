@@ -18,12 +18,17 @@ from quantkit.runtime.kv_cache.reserve_ahead import reserve_ahead
 
 
 class DeviceTables:
-    """Block tables and page addresses for so many sequences of up to ``tokens`` positions.
+    """Block tables and page addresses for a number of sequences of up to ``tokens`` positions.
 
-    layers: a ``Pages`` each, views of the tensors here. pads: int32 ``[sequences]``, -1 where there is no sequence.
-    length: int32 ``[1]``. exact, packed: int64 ``[layers, sequences, pages]``. done: int32 ``[layers, sequences]``.
-    pools: int64 ``[layers, 2]``, fields: int64 ``[layers, 6]`` (``kernels/decode_reference.py`` says what they hold).
-    jobs: what may have to be packed at the beginning of a step.
+    layers: one ``Pages`` each, views of the tensors here.
+    pads: int32 ``[sequences]``, -1 where there is no sequence.
+    length: int32 ``[1]``.
+    exact: int64 ``[layers, sequences, pages]``, 16-bit pages.
+    packed: int64 ``[layers, sequences, pages]``, packed pages.
+    done: int32 ``[layers, sequences]``, packed pages of each sequence.
+    pools: int64 ``[layers, 2]``, see ``kernels/decode_reference.py``.
+    fields: int64 ``[layers, 6]``, see there.
+    jobs: the layers whose pages may have to be packed at the beginning of a step.
     """
 
     def __init__(self, sequences: int, tokens: int, specs: Sequence[LayerSpec], dim: int, device: torch.device) -> None:
@@ -49,7 +54,7 @@ class DeviceTables:
         return Pages(self.pads, self.length, self.exact[i], self.pools[i], spec.window or 0, packed)
 
     def _jobs(self) -> list[PackJob]:
-        """Layers that are packed alike, together."""
+        """Group the layers that are packed alike."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for i, layer in enumerate(self.layers):
             if layer.packed is not None:
@@ -62,10 +67,11 @@ class DeviceTables:
         ]
 
     def fill(self, cache: KVCache, until: int | None = None) -> None:
-        """Point at a cache.
+        """Fill the tables from a cache.
 
-        until: reserve pages for positions up to here of its longest sequence (``reserve_ahead.py``); None: for the
-        next token only, by the cache's own account.
+        cache: the cache to point at.
+        until: reserve pages for positions up to here of its longest sequence (``reserve_ahead.py``); None: for the next
+            token only, by the cache's own bookkeeping.
         """
         lengths, longest = cache.lengths, cache.length
         pads = [longest - n for n in lengths]
@@ -90,9 +96,12 @@ class DeviceTables:
 
 
 def held(layer: PagedLayer, pages: int) -> tuple[Tensor, Tensor]:
-    """The exact and the packed pages that sequences hold: int64 ``[batch, pages]`` each, on the host.
+    """Return the exact and the packed pages that sequences hold: int64 ``[batch, pages]`` each, on the host.
 
     Columns are page numbers in the sequence; 0 where there is no page.
+
+    layer: of the cache.
+    pages: number of columns.
     """
     tables = []
     for name in ("exact", "packed"):

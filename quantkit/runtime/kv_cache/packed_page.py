@@ -16,7 +16,11 @@ from quantkit.runtime.kv_cache.page_pool import Fields
 
 @dataclass(frozen=True)
 class Packing:
-    """scheme: of the layer. static: its calibrated scales, on the device of the cache. dtype: what 16 bit means here.
+    """How pages of a layer are packed.
+
+    scheme: of the layer.
+    static: its calibrated scales, on the device of the cache; None for online scales.
+    dtype: the run-time dtype, for a side (keys or values) that stays at 16 bits.
 
     Fields of a page::
 
@@ -38,7 +42,11 @@ class Packing:
             )
 
     def fields(self, kv_heads: int, key_dim: int, value_dim: int) -> Fields:
-        """Shape and dtype of each field of a page, by name.
+        """Return shape and dtype of each field of a page, by name.
+
+        kv_heads: key-value heads of the layer.
+        key_dim: channels of a key.
+        value_dim: channels of a value.
 
         Raises CheckpointError where the static scales are for keys and values of another shape.
         """
@@ -61,8 +69,10 @@ class Packing:
         return shapes
 
     def encode(self, k: Tensor, v: Tensor, skip: int) -> dict[str, Tensor]:
-        """Encode whole pages ``[pages, kv_heads, 64, head_dim]`` into fields.
+        """Encode whole pages into fields.
 
+        k: keys ``[pages, kv_heads, 64, head_dim]``.
+        v: values, in the same shape.
         skip: tokens at the front of each page that do not count for the range of keys.
         """
         scheme, parts = self.scheme, {"keys": k, "values": v}
@@ -84,9 +94,10 @@ class Packing:
         return parts
 
     def decode(self, stored: Mapping[str, Tensor], head_dim: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Decode fields ``[..., kv_heads, 64, ...]`` into keys and values ``[..., kv_heads, 64, head_dim]``.
+        """Decode fields into keys and values ``[..., kv_heads, 64, head_dim]`` of the run-time dtype.
 
-        The result has the run-time dtype.
+        stored: fields ``[..., kv_heads, 64, ...]`` by name.
+        head_dim: channels of a key and of a value.
         """
         scheme, keys, values = self.scheme, stored["keys"], stored["values"]
         if scheme.scales == "fp8" and self.static is not None:

@@ -14,7 +14,7 @@ Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class PagePool:
     """Tensors ``[pages, *shape]``, one for each field, that grow together.
 
-    Tensors move when a pool grows: keep no addresses.
+    A tensor that grows gets another address: keep none.
     """
 
     def __init__(self, fields: Fields, device: torch.device) -> None:
@@ -26,19 +26,20 @@ class PagePool:
 
     @property
     def pages(self) -> int:
-        """Pages there are, free ones included."""
+        """Number of pages, free ones included."""
         return next(iter(self.fields.values())).shape[0]
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page, all fields."""
         return sum(f[:1].nbytes if len(f) else f.new_empty(1, *f.shape[1:]).nbytes for f in self.fields.values())
 
     def in_use(self) -> int:
-        """Pages that some sequence holds, each counted once."""
+        """Return how many pages some sequence holds, each counted once."""
         return self.pages - len(self._free)
 
     def reserve(self, pages: int) -> None:
-        """Have so many free pages."""
+        """Make sure that so many pages are free."""
         missing = pages - len(self._free)
         if missing <= 0:
             return
@@ -52,6 +53,8 @@ class PagePool:
         """Take free pages, held once each; their content is old.
 
         Pages taken together lie beside each other where they can.
+
+        count: how many.
         """
         self.reserve(count)
         taken, self._free = self._free[:count], self._free[count:]
@@ -59,11 +62,11 @@ class PagePool:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more sequence holds these."""
+        """Count one more sequence that holds these pages."""
         self._holders.update(pages)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One sequence less holds these."""
+        """Count one sequence less that holds these pages."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
@@ -71,7 +74,7 @@ class PagePool:
                 self._free.append(page)
 
     def own(self, pages: list[int]) -> list[int]:
-        """The same pages to write into: those that others hold too are replaced by copies."""
+        """Return the same pages to write into: those that others hold too are replaced by copies."""
         shared = [page for page in pages if self._holders[page] > 1]
         if not shared:
             return pages
@@ -80,13 +83,15 @@ class PagePool:
         return [copies.get(page, page) for page in pages]
 
     def references(self) -> int:
-        """Holders of all pages together."""
+        """Return the number of holders of all pages together."""
         return self._holders.total()
 
     def shrink(self, spare: int) -> dict[int, int]:
-        """Give back the memory of free pages but ``spare`` of them.
+        """Free the memory of free pages but ``spare`` of them.
 
         Returns the new numbers of the pages that are held, by their old ones.
+
+        spare: free pages that stay.
         """
         held = sorted(self._holders)
         kept = held + self._free[:spare]
@@ -97,7 +102,7 @@ class PagePool:
         return moved
 
     def copy(self, pages: list[int]) -> list[int]:
-        """New pages with the same content."""
+        """Take new pages with the same content."""
         fresh = self.take(len(pages))
         for f in self.fields.values():
             f[fresh] = f[pages]

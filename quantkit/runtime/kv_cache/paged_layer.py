@@ -32,7 +32,9 @@ from quantkit.runtime.kv_cache.page_pool import PagePool
 class LayerSpec:
     """How one layer is cached.
 
-    window: sliding window in tokens (None: all are kept). packing: None for a 16-bit layer.
+    dtype: the run-time dtype.
+    window: sliding window in tokens (None: all are kept).
+    packing: None for a 16-bit layer.
     """
 
     dtype: torch.dtype
@@ -41,13 +43,14 @@ class LayerSpec:
 
     @property
     def scheme(self) -> KVScheme:
+        """The scheme of the layer's packed pages."""
         return KVScheme() if self.packing is None else self.packing.scheme
 
 
 def layer_spec(
     scheme: KVScheme, static: LayerScales | None, dtype: torch.dtype, device: torch.device, window: int | None
 ) -> LayerSpec:
-    """The spec of a layer; static scales are moved to the device."""
+    """Return the spec of a layer; static scales are moved to the device."""
     if not scheme.quantized:
         return LayerSpec(dtype, window)
     if static is not None:
@@ -57,7 +60,12 @@ def layer_spec(
 
 @dataclass
 class SequencePages:
-    """The pages of one sequence. length: tokens; packed, dropped: pages, from the first one of the sequence on."""
+    """The pages of one sequence.
+
+    length: tokens.
+    packed: pages that were packed, from the first one of the sequence on.
+    dropped: pages that a window has left, from the first one on.
+    """
 
     length: int = 0
     packed: int = 0
@@ -69,14 +77,14 @@ class SequencePages:
 
     @property
     def base(self) -> int:
-        """First page that is exact."""
+        """The first page that is exact."""
         return max(self.packed, self.dropped)
 
 
 class PagedLayer:
     """Keys and values of one layer for a batch of sequences.
 
-    capacity: tokens a sequence to have pages for at the first ``append``; more are taken when it is exceeded.
+    capacity: tokens of a sequence to reserve pages for at the first ``append``; more are taken when it is exceeded.
     """
 
     def __init__(self, spec: LayerSpec, capacity: int = 0) -> None:
@@ -92,10 +100,12 @@ class PagedLayer:
 
     @property
     def batch(self) -> int:
+        """Number of sequences."""
         return len(self.sequences)
 
     @property
     def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
         return [sequence.length for sequence in self.sequences]
 
     @property
@@ -105,9 +115,9 @@ class PagedLayer:
 
     @property
     def start(self) -> int:
-        """Position where ``read`` begins, counted in the longest sequence.
+        """The position where ``read`` begins, counted in the longest sequence.
 
-        Before it every sequence is padded, or left behind by a window.
+        Before it every sequence is padded, or dropped by a window.
         """
         longest = self.length
         return min(
@@ -115,9 +125,10 @@ class PagedLayer:
         )
 
     def expect(self, counts: Sequence[int] | None, tokens: int) -> None:
-        """Announce the next ``append``; ``coming`` then tells what ``length`` and ``start`` will be.
+        """Announce the next ``append``; ``coming`` then has what ``length`` and ``start`` will be.
 
         counts: of its ``tokens``, the last ``counts[b]`` belong to sequence b (None: all).
+        tokens: columns of the step, padding included.
         """
         self._counts = counts
         self.coming = (tokens if counts is None else max(counts)), 0
@@ -132,7 +143,8 @@ class PagedLayer:
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store new tokens exactly as they come. Call ``trim`` after the read.
 
-        k, v: ``[batch, kv_heads, tokens, head_dim]``.
+        k: keys ``[batch, kv_heads, tokens, head_dim]``.
+        v: values, in the same shape.
         """
         tokens = k.shape[2]
         counts, self._counts = list(self._counts or [tokens] * k.shape[0]), None
@@ -170,7 +182,7 @@ class PagedLayer:
             kept[where[0], :, where[1]] = x.to(kept.dtype).transpose(1, 2)[where[0], where[2]]
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[batch, kv_heads, length - start, head_dim]`` as attention sees them.
+        """Return keys and values ``[batch, kv_heads, length - start, head_dim]`` as attention sees them.
 
         Sequences are aligned at their ends.
         """
@@ -188,7 +200,7 @@ class PagedLayer:
         return dense[0], dense[1]
 
     def _dense(self, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Sequences of equal length, packed and dropped pages."""
+        """Read sequences of equal length and equal numbers of packed and dropped pages."""
         sequence, exact, packing = self.sequences[sequences[0]], self.pool(), self.spec.packing
         index = torch.tensor(
             [self.sequences[b].exact_pages for b in sequences], dtype=torch.int64, device=exact.fields["keys"].device
@@ -276,7 +288,7 @@ class PagedLayer:
             self.first = (self.first[0][list(sequences)], self.first[1][list(sequences)])
 
     def nbytes(self) -> int:
-        """Bytes of the pages in use, shared ones once, and of the first tokens."""
+        """Return the bytes of the pages in use, shared ones once, and of the first tokens."""
         exact = self.pool()
         used = len({page for sequence in self.sequences for page in sequence.exact_pages}) * exact.page_bytes
         if self.packed is not None:
@@ -286,7 +298,7 @@ class PagedLayer:
         return used + (0 if self.first is None else self.first[0].nbytes + self.first[1].nbytes)
 
     def sequence_bytes(self, length: int) -> int:
-        """Bytes that one sequence of that length needs, by the formula."""
+        """Return the bytes that one sequence of that length needs, by the formula."""
         exact, scheme = self.pool(), self.spec.scheme
         pages = -(-length // PAGE_TOKENS)
         window = self.spec.window
@@ -298,12 +310,12 @@ class PagedLayer:
         return max(0, packed - gone) * self.packed.page_bytes + (pages - max(packed, gone)) * exact.page_bytes + first
 
     def reserved_bytes(self) -> int:
-        """Bytes of the pools, free pages included."""
+        """Return the bytes of the pools, free pages included."""
         pools = [pool for pool in (self.exact, self.packed) if pool is not None]
         return sum(pool.pages * pool.page_bytes for pool in pools)
 
     def compact(self) -> None:
-        """Give back the memory of exact pages that a long step needed and that are free now, but one a sequence.
+        """Free the memory of exact pages that only a long step needed, but for one page a sequence.
 
         Does nothing where another layer shares the pool.
         """
@@ -332,7 +344,7 @@ class PagedLayer:
         self.reserve_capacity()
 
     def reserve_capacity(self) -> None:
-        """Have pages for ``capacity`` tokens of each sequence, at once: a pool that grows is copied."""
+        """Reserve pages for ``capacity`` tokens of each sequence, at once: a pool that grows is copied."""
         exact, packing, tokens = self.pool(), self.spec.packing, self.capacity
         if self.spec.window is not None:
             tokens = min(tokens, self.spec.window + 2 * PAGE_TOKENS)
@@ -344,7 +356,7 @@ class PagedLayer:
         exact.reserve(sum(max(0, pages - len(sequence.exact_pages)) for sequence in self.sequences))
 
     def reserve(self, lengths: Sequence[int]) -> None:
-        """Have exact pages for that many tokens of each sequence. Only after the first ``append``."""
+        """Reserve exact pages for that many tokens of each sequence. Only after the first ``append``."""
         exact = self.pool()
         missing = [
             max(0, -(-length // PAGE_TOKENS) - sequence.base - len(sequence.exact_pages))
@@ -356,11 +368,14 @@ class PagedLayer:
                 sequence.exact_pages += exact.take(count)
 
     def exact_table(self) -> Tensor:
-        """int64 ``[batch, pages]`` on the host: exact pages from each sequence's ``base`` on, padded with 0."""
+        """Return exact pages from each sequence's ``base`` on: int64 ``[batch, pages]`` on the host, padded with 0."""
         return _table([sequence.exact_pages for sequence in self.sequences])
 
     def pool(self) -> PagePool:
-        """The exact pages. Raises RequestError before the first ``append``."""
+        """Return the pool of exact pages.
+
+        Raises RequestError before the first ``append``.
+        """
         if self.exact is None:
             raise RequestError("this cache holds nothing yet.")
         return self.exact

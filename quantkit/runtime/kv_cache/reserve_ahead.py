@@ -1,4 +1,4 @@
-"""Pages reserved for a kernel that runs ahead of the host, and the account afterwards."""
+"""Pages reserved ahead for a kernel that runs ahead of the host, and counting its tokens afterwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ def reserve_ahead(layer: PagedLayer, until: Sequence[int]) -> tuple[Tensor, Tens
     """Reserve pages for a kernel that goes on by itself, up to these lengths.
 
     Returns int64 ``[batch, pages]`` of exact and of packed pages, by the page's number in its sequence (0 where there
-    is none), packed ones as far as the kernel packs. Pages come round again where a window or packing frees them: the
-    kernel packs page ``(n + 1 - recent) // 64 - 1`` before the query at position n. ``commit`` tells how far it went;
-    nothing else may be called before.
+    is none), packed ones as far as the kernel packs. Pages are reused where a window or packing frees them: the
+    kernel packs page ``(n + 1 - recent) // 64 - 1`` before the query at position n. Call ``commit`` with the reached
+    lengths, and nothing else before.
+
+    layer: of the cache.
+    until: length of each sequence at the end.
     """
     columns = max(-(-n // PAGE_TOKENS) for n in until)
     exact, packed = layer.pool(), layer.packed
@@ -36,27 +39,27 @@ def reserve_ahead(layer: PagedLayer, until: Sequence[int]) -> tuple[Tensor, Tens
 
 
 def _ring(pool: PagePool, held: list[int], size: int, pages: int) -> list[int]:
-    """At least ``size`` pages, for ``pages`` of a sequence.
+    """Return at least ``size`` pages, for ``pages`` of a sequence.
 
-    Where they come round they are written into, so none is shared then.
+    Where they are reused they are written into, so none is shared then.
     """
     held = held + pool.take(max(0, size - len(held)))
     return held if pages <= len(held) else pool.own(held)
 
 
 def _around(held: list[int], first: int, last: int, columns: int) -> list[int]:
-    """A sequence of a table: pages ``first`` to ``last`` of a sequence, over and over."""
+    """Return a sequence's row of a table: pages ``first`` to ``last``, over and over."""
     around = [held[(page - first) % len(held)] for page in range(first, last)] if held else []
     return [*[0] * first, *around, *[0] * columns][:columns]
 
 
 def _packed(layer: PagedLayer, length: int) -> int:
-    """Pages that the kernel has packed when it has written so many tokens."""
+    """Return how many pages the kernel has packed when it has written so many tokens."""
     return max(0, length - layer.spec.scheme.recent) // PAGE_TOKENS
 
 
 def _rings(layer: PagedLayer, sequence: SequencePages, length: int) -> tuple[int, int]:
-    """Number of exact and of packed pages to reserve for a sequence."""
+    """Return the number of exact and of packed pages to reserve for a sequence."""
     pages = -(-length // PAGE_TOKENS)
     window, packing = layer.spec.window, layer.spec.packing
     reach = pages if window is None else (window + PAGE_TOKENS - 2) // PAGE_TOKENS + 1
@@ -67,9 +70,10 @@ def _rings(layer: PagedLayer, sequence: SequencePages, length: int) -> tuple[int
 
 
 def commit(layer: PagedLayer, lengths: Sequence[int]) -> None:
-    """Count the tokens that were written into reserved pages, up to these lengths.
+    """Count the tokens that were written into reserved pages, and free the other pages.
 
-    Pages beyond, and those left behind, become free.
+    layer: of the cache.
+    lengths: reached length of each sequence.
     """
     packing, window, exact = layer.spec.packing, layer.spec.window, layer.pool()
     for sequence, length in zip(layer.sequences, lengths, strict=True):

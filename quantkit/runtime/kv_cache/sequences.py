@@ -24,9 +24,12 @@ class Parked:
 
 
 def fork(layer: PagedLayer, sequences: Sequence[int]) -> PagedLayer:
-    """A layer whose sequences begin as these do (a sequence may come several times).
+    """Return a layer whose sequences begin as these do.
 
     Full pages are shared, the last one is copied where tokens will be written.
+
+    layer: of the cache.
+    sequences: numbers in the batch; one may come several times.
     """
     exact = layer.pool()
     other = PagedLayer(layer.spec, layer.capacity)
@@ -50,7 +53,7 @@ def fork(layer: PagedLayer, sequences: Sequence[int]) -> PagedLayer:
 
 
 def check_truncate(layer: PagedLayer, lengths: Sequence[int]) -> None:
-    """Raises what ``truncate`` would, and changes nothing."""
+    """Raise what ``truncate`` would raise, and change nothing."""
     window = layer.spec.window
     for sequence, length in zip(layer.sequences, lengths, strict=True):
         if not 0 <= length <= sequence.length:
@@ -63,10 +66,14 @@ def check_truncate(layer: PagedLayer, lengths: Sequence[int]) -> None:
 
 
 def truncate(layer: PagedLayer, lengths: Sequence[int]) -> None:
-    """Take back tokens, down to these lengths.
+    """Take back tokens.
 
     Within the newest ``recent`` tokens nothing is lost; a page that must be opened again holds what it was packed to.
-    Raises RequestError where a sliding window has dropped what would be seen again.
+
+    layer: of the cache.
+    lengths: tokens of each sequence afterwards.
+
+    Raises RequestError where a sliding window has dropped tokens that would be visible again.
     """
     check_truncate(layer, lengths)
     exact = layer.pool()

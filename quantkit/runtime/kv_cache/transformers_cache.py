@@ -1,4 +1,4 @@
-"""Attention over the paged cache: our cache as the ``past_key_values`` of a transformers model.
+"""Attention over the paged cache: quantkit's cache as the ``past_key_values`` of a transformers model.
 
 Keys reach ``Cache.update`` after rotary. ``update`` appends them to the pages and gives the model's own attention dense
 keys and values decoded from those pages, sequences aligned at their ends (``definition_step`` masks what lies before
@@ -25,7 +25,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def attention_modules(model: Any) -> dict[int, str]:
-    """Layer index -> name of the attention module that writes the cache at that index (``model.layers.0.self_attn``).
+    """Return layer index -> name of the attention module that writes the cache there (``model.layers.0.self_attn``).
 
     Raises UnsupportedModel if they cannot be found.
     """
@@ -44,7 +44,7 @@ def attention_modules(model: Any) -> dict[int, str]:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Sliding window of each layer in tokens, None for full attention.
+    """Return the sliding window of each layer in tokens, None for full attention.
 
     Raises UnsupportedModel for other layer kinds.
     """
@@ -64,7 +64,12 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.device) -> list[LayerSpec]:
-    """One spec per layer.
+    """Return one spec per layer.
+
+    model: the transformers model.
+    plan: how the cache is kept.
+    dtype: the run-time dtype.
+    device: of the cache.
 
     Raises CheckpointError naming the module whose scheme or scales are missing or do not fit the model.
     """
@@ -95,7 +100,7 @@ def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.devi
 
 
 def transformers_cache(cache: KVCache) -> Any:
-    """Our cache as the ``past_key_values`` of a transformers model (a ``transformers.Cache``)."""
+    """Return a cache as the ``past_key_values`` of a transformers model (a ``transformers.Cache``)."""
     base, layer_class = _classes()
     seam = base(layers=[layer_class(layer) for layer in cache.layers])
     seam.paged = cache

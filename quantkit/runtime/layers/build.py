@@ -36,8 +36,17 @@ def fill(
 ) -> None:
     """Give every parameter of a skeleton its stored value, one tensor in memory at a time.
 
-    Tied weights stay one tensor. Raises SourceError naming what is missing or left over, CheckpointError for a
-    quantized module that does not fit.
+    Tied weights stay one tensor.
+
+    module: the skeleton; changed in place.
+    source: the checkpoint.
+    reader: of its quantized modules.
+    device: where the model will run.
+    dtype: of activations and dense weights.
+    dequantize: hold quantized weights as floats.
+    kernel: a name from ``KERNELS`` for every layer, None for the measured choice.
+
+    Raises SourceError naming what is missing or left over, CheckpointError for a quantized module that does not fit.
     """
     module_names = find_modules(module, reader, str(source.path))
     shared = {} if dequantize else tied_heads(module, source, module_names)
@@ -67,7 +76,17 @@ def load_packed(
     module: Any, source: Source, reader: QuantizedReader, module_names: dict[str, str], shared: dict[str, str],
     device: torch.device, dtype: torch.dtype, kernel: str | None,
 ) -> None:  # fmt: skip
-    """Pack every quantized module for the device. shared: packed embedding -> the head that reads it too."""
+    """Pack every quantized module for the device.
+
+    module: the skeleton; changed in place.
+    source: the checkpoint.
+    reader: of its quantized modules.
+    module_names: quantized module of the file -> module of the model.
+    shared: packed embedding -> the head that reads it too.
+    device: where the model will run.
+    dtype: of activations.
+    kernel: a name from ``KERNELS`` for every layer, None for the measured choice.
+    """
     unpacked = 0
     for stored, name in module_names.items():
         owner: Any = module.get_submodule(name)
@@ -88,7 +107,15 @@ def load_packed(
 def read_module(
     source: Source, reader: QuantizedReader, name: str, shape: tuple[int, int]
 ) -> QuantTensor | BlockTensor:
-    """One quantized weight. Raises CheckpointError if its shape is not the model's."""
+    """Read one quantized weight.
+
+    source: the checkpoint.
+    reader: of its quantized modules.
+    name: the module's name in the file.
+    shape: (out_features, in_features) in the model.
+
+    Raises CheckpointError if its shape is not the model's.
+    """
     value = reader.module(name)
     if tuple(value.shape) != shape:
         raise CheckpointError(
@@ -99,7 +126,12 @@ def read_module(
 
 
 def tied_heads(module: Any, source: Source, module_names: dict[str, str]) -> dict[str, str]:
-    """Packed embedding -> the head that is tied to it, where the file stores no matrix for the head."""
+    """Return packed embedding -> the head that is tied to it, where the file stores no matrix for the head.
+
+    module: the skeleton.
+    source: the checkpoint.
+    module_names: quantized module of the file -> module of the model.
+    """
     taken = {*module_names.values(), *(name.removesuffix(".weight") for name in source.names())}
     tied = {
         first.removesuffix(".weight"): twin.removesuffix(".weight") for twin, first in tied_parameters(module).items()
@@ -108,14 +140,14 @@ def tied_heads(module: Any, source: Source, module_names: dict[str, str]) -> dic
 
 
 def _shape(owner: Any) -> tuple[int, int]:
-    """``(out_features, in_features)`` of a linear, ``(num_embeddings, embedding_dim)`` of an embedding."""
+    """Return ``(out_features, in_features)`` of a linear, ``(num_embeddings, embedding_dim)`` of an embedding."""
     if isinstance(owner, nn.Embedding):
         return owner.num_embeddings, owner.embedding_dim
     return owner.out_features, owner.in_features
 
 
 def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device: torch.device) -> None:
-    """Parameters that are not packed. Those that are tied share one tensor, also if the file stores both.
+    """Load parameters that are not packed. Tied ones share one tensor, also if the file stores both.
 
     separate: parameters that were quantized apart from their twin (a quantized head), and so are not tied any more.
     """
@@ -125,7 +157,14 @@ def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device:
 def load_parameters(
     module: nn.Module, weights: Weights, names: Iterable[str], device: torch.device, separate: Collection[str] = ()
 ) -> None:
-    """Give these parameters their values; those that are tied, and equal in the file, share one tensor."""
+    """Give these parameters their values; those that are tied, and equal in the file, share one tensor.
+
+    module: the skeleton; changed in place.
+    weights: the source's tensors.
+    names: parameters to load.
+    device: where the model will run.
+    separate: parameters that are not tied, whatever the config says.
+    """
     shared: dict[str, nn.Parameter] = {}
     for name in names:
         twin = weights.tied.get(name)
@@ -139,9 +178,15 @@ def load_parameters(
 
 
 def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tuple[Weights, set[str]]:
-    """Every parameter of a skeleton as float weights, and the names of those that are stored quantized.
+    """Return every parameter of a skeleton as float weights, and the names of those that are stored quantized.
 
-    Read (and dequantized) one at a time, whatever the format. Raises SourceError and CheckpointError as ``fill`` does.
+    They are read (and dequantized) one at a time, whatever the format.
+
+    module: the skeleton.
+    source: the checkpoint.
+    dtype: of the weights.
+
+    Raises SourceError and CheckpointError as ``fill`` does.
     """
     reader = QuantizedReader(source)
     module_names = find_modules(module, reader, str(source.path))
@@ -152,7 +197,7 @@ def dense_weights(module: nn.Module, source: Source, dtype: torch.dtype) -> tupl
 
 
 def _round_inputs(module: nn.Module, reader: QuantizedReader, module_names: dict[str, str]) -> None:
-    """Give every float linear whose activations are quantized what its packed twin computes with."""
+    """Round the inputs of every float linear whose activations are quantized, as its packed layer does."""
     for stored, name in module_names.items():
         scheme = reader.scheme(stored)
         if isinstance(scheme, Scheme) and scheme.activations is not None:
@@ -160,16 +205,24 @@ def _round_inputs(module: nn.Module, reader: QuantizedReader, module_names: dict
 
 
 def _equal(weights: Weights, name: str, twin: str) -> bool:
-    """Whether a tied parameter really is its twin. A file may store both, and differ: transformers then unties them."""
+    """Tell whether a tied parameter really is its twin.
+
+    A file may store both, and differ: transformers then unties them.
+    """
     own, other = weights.stored(name), weights.stored(twin)
     return own == other or torch.equal(weights.source.read(own), weights.source.read(other))
 
 
 def find_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:
-    """Quantized module of the file -> the module of the model that it belongs to.
+    """Return quantized module of the file -> the module of the model that it belongs to.
 
-    Call it while each module still has its weight. Raises CheckpointError if the model has no linear layer or embedding
-    for one.
+    Call it while each module still has its weight.
+
+    module: the skeleton.
+    reader: of the quantized modules.
+    where: the checkpoint, as the message names it.
+
+    Raises CheckpointError if the model has no linear layer or embedding for one.
     """
     naming = Naming(module)
     module_names: dict[str, str] = {}

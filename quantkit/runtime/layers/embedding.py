@@ -18,8 +18,9 @@ class QuantEmbedding(nn.Module):
     """Takes the place of an ``nn.Embedding`` (or a subclass: Gemma scales what it looks up) in a model ready to run.
 
     The looked-up rows become the small weight of a copy of the original module, whose own forward then runs on their
-    indices; so whatever a subclass adds stays right. dtype: of the rows. Raises UnsupportedModel for an embedding that
-    renormalises its rows (``max_norm``).
+    indices: whatever a subclass adds stays right. ``dtype`` is that of the rows.
+
+    Raises UnsupportedModel for an embedding that renormalises its rows (``max_norm``).
     """
 
     def __init__(self, weight: PackedWeight, original: nn.Embedding, dtype: torch.dtype) -> None:
@@ -33,14 +34,14 @@ class QuantEmbedding(nn.Module):
         original.padding_idx = None  # matters to gradients only
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 ``[...]`` -> ``[..., embedding_dim]``"""
+        """Look rows up: int64 ``[...]`` -> ``[..., embedding_dim]``."""
         view = copy.copy(self.original)  # a copy per call: two threads may look up at once
         view.__dict__["weight"] = self.packed.rows(ids.reshape(-1), self.dtype)
         looked_up: Tensor = view(torch.arange(ids.numel(), device=ids.device).view(ids.shape))
         return looked_up
 
     def dequantize(self) -> Tensor:
-        """Float32 ``[num_embeddings, embedding_dim]``."""
+        """Return the matrix, float32 ``[num_embeddings, embedding_dim]``."""
         return self.packed.dequantize()
 
     def extra_repr(self) -> str:

@@ -2,9 +2,9 @@
 
 That is fewer launches of larger matrices. Which linears can be fused is found by watching one token run, not by names:
 linears of one parent that are called with the very same tensor, one after the other, whose weights have one layout and
-one scheme. The model's code stays as it is: the first linear that is called computes for all, the others find their
-columns waiting. A linear that is called with another tensor computes again, so the result never depends on the order of
-calls.
+one scheme. The model's code stays as it is: the first linear that is called computes for all, the others take their
+columns of its result. A linear that is called with another tensor computes again, so the result never depends on the
+order of calls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class _Waiting(threading.local):
 class FusedWeight:
     """One weight for several linears.
 
-    splits: the rows of each. bias: ``[all rows]`` or None.
+    splits: the rows of each.
+    bias: ``[all rows]`` or None.
     """
 
     def __init__(self, weight: PackedWeight, splits: list[int], bias: Tensor | None) -> None:
@@ -46,7 +47,12 @@ class FusedWeight:
         self._waiting = _Waiting()
 
     def take(self, index: int, x: Tensor, kernel: str | None) -> Tensor:
-        """The columns of one linear, ``[..., splits[index]]``."""
+        """Return the output of one linear, ``[..., splits[index]]``; compute all of them if ``x`` is new.
+
+        index: the linear's place among the fused ones.
+        x: ``[..., in_features]``.
+        kernel: a name from ``KERNELS``, None for the measured choice.
+        """
         # in inference mode tensors count no versions; they are not changed there between fused linears, which only read
         # them
         version = 0 if x.is_inference() else x._version
@@ -71,14 +77,20 @@ class FusedLinear(QuantLinear):
         self.out_features = fused.splits[index]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the linear's columns of the fused product."""
         return self.fused.take(self.index, x, self.kernel)
 
     def dequantize(self) -> Tensor:
+        """Return the linear's rows of the weight, float32 ``[out_features, in_features]``."""
         return self.packed.dequantize()[self.first : self.first + self.out_features]
 
 
 def fuse_linears(module: Any, device: torch.device) -> list[list[str]]:
-    """Replace what can be joined, in place; returns the names of each group, in the order of their calls."""
+    """Replace linears that can be fused, in place; return the names of each group, in the order of their calls.
+
+    module: the model.
+    device: where it runs.
+    """
     joined = []
     for names in find_fusable(module, device):
         linears = [module.get_submodule(name) for name in names]
@@ -96,7 +108,13 @@ def fuse_linears(module: Any, device: torch.device) -> list[list[str]]:
 
 @torch.inference_mode()
 def find_fusable(module: Any, device: torch.device) -> list[list[str]]:
-    """Groups of two or more packed linears of one parent that one token's run calls with the same tensor, in a row."""
+    """Return groups of two or more packed linears of one parent that read the same tensor, one after the other.
+
+    They are found by running one token.
+
+    module: the model.
+    device: where it runs.
+    """
     calls: list[tuple[str, Tensor]] = []  # tensors are kept, so that none takes the place of another
     names = {id(layer): name for name, layer in module.named_modules() if type(layer) is QuantLinear}
     if not names:
@@ -124,7 +142,7 @@ def find_fusable(module: Any, device: torch.device) -> list[list[str]]:
 
 
 def fuse_weights(weights: list[PackedWeight]) -> PackedWeight | None:
-    """One above the other, without packing again; None if layouts, schemes or borders do not allow it."""
+    """Stack weights along their rows without packing again; None if layouts, schemes or borders do not allow it."""
     first = weights[0]
     if any(type(w) is not type(first) or w.in_features != first.in_features for w in weights):
         return None

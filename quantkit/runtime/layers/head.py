@@ -21,7 +21,13 @@ GROUPS = (64, 32)  # of a rounded head: small groups cost little where there is 
 
 
 def check_head_bits(bits: int, dequantize: bool) -> None:
-    """Raises RequestError for a number of bits that has no kernel, and where weights are held as floats anyway."""
+    """Check the number of bits of a rounded head.
+
+    bits: 8 or 4 have a kernel.
+    dequantize: weights are held as floats.
+
+    Raises RequestError for other bits, and with ``dequantize``.
+    """
     if bits not in (4, 8):
         raise RequestError(f"head_bits={bits}: expected 8 or 4.")
     if dequantize:
@@ -31,8 +37,15 @@ def check_head_bits(bits: int, dequantize: bool) -> None:
 def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dtype, kernel: str | None) -> None:
     """Round a dense head to asymmetric groups of 64 (or 32) by their extremes.
 
-    A tied embedding reads the same rounded matrix. Raises RequestError for a head that is quantized already, or
-    missing.
+    A tied embedding reads the same rounded matrix.
+
+    module: the model; changed in place.
+    bits: 8 or 4.
+    device: where it runs.
+    dtype: of activations.
+    kernel: a name from ``KERNELS``, None for the measured choice.
+
+    Raises RequestError for a head that is quantized already, or missing.
     """
     head = module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -47,7 +60,12 @@ def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dty
 
 
 def compact_head(module: Any, dtype: torch.dtype, kernel: str | None = None) -> None:
-    """Hold a float32 head in the 16 bits it came from, where that is exact and a kernel reads it (extra ``[cpu]``)."""
+    """Hold a float32 head in the 16 bits of its source, where that is exact and a kernel reads it (extra ``[cpu]``).
+
+    module: the model; changed in place.
+    dtype: of activations.
+    kernel: a name from ``KERNELS``, None for the measured choice.
+    """
     head = module.get_output_embeddings()
     if dtype != torch.float32 or not threads.available() or type(head) is not nn.Linear:
         return

@@ -77,8 +77,11 @@ CROSSOVER: dict[str, tuple[str, int]] = {
 def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | None = None) -> PackedWeight:
     """Choose the layout for a device, and pack.
 
-    kernel: None, or a name from ``KERNELS`` that is to be used for every number of tokens. Raises RequestError if that
-    kernel cannot take this weight.
+    q: codes and scales.
+    device: where the weight will be read.
+    kernel: None, or a name from ``KERNELS`` that is to be used for every number of tokens.
+
+    Raises RequestError if that kernel cannot take this weight.
     """
     if kernel is not None and kernel not in KERNELS:
         raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
@@ -112,7 +115,7 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
 
 
 def _unfit(kernel: str | None, what: str, device: torch.device, takes: list[str]) -> RequestError:
-    """Why a kernel that was asked for cannot run here, and which could."""
+    """Return the error for a kernel that cannot run here, naming those that could."""
     why = f"cannot take {what} on {device}"
     if str(kernel).startswith("triton") and device.type != "cuda":
         why = f"runs on a GPU, not on {device}"
@@ -155,15 +158,15 @@ def _pack_w8a8(q: QuantTensor, device: torch.device, kernel: str | None) -> Pack
 
 
 def choose(weight: PackedWeight, tokens: int) -> Kernel:
-    """The faster kernel for this many tokens, by the measured table."""
+    """Return the faster kernel for this many tokens, by the measured table."""
     few, crossover = CROSSOVER[weight.layout]
     return KERNELS[few if tokens < crossover else "dequantize"]
 
 
 def use_packed_kernels(module: nn.Module) -> None:
-    """Make every QuantLinear run its packed kernel whatever the number of tokens: what decoding runs, for evaluation.
+    """Make every QuantLinear run its packed kernel whatever the number of tokens, as in decoding; for evaluation.
 
-    "triton" chooses by itself and would dequantize for many tokens: the kernel that decodes a batch stands for it.
+    "triton" chooses by itself and would dequantize for many tokens: it is replaced by the kernel that decodes a batch.
     """
     for layer in module.modules():
         if isinstance(layer, QuantLinear):
@@ -172,7 +175,13 @@ def use_packed_kernels(module: nn.Module) -> None:
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, kernel: Kernel | None = None) -> Tensor:
-    """``y = x @ dequantize(weight).T + bias``. x: ``[..., in_features]`` -> ``[..., out_features]`` in ``x.dtype``."""
+    """Compute ``y = x @ dequantize(weight).T + bias``.
+
+    x: ``[..., in_features]``; the result is ``[..., out_features]`` in ``x.dtype``.
+    weight: the packed weight.
+    bias: ``[out_features]`` or None.
+    kernel: None for the measured choice.
+    """
     flat = x.reshape(-1, weight.in_features)
     if not flat.shape[0]:
         return x.new_empty(*x.shape[:-1], weight.out_features)
@@ -183,7 +192,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, kerne
 class QuantLinear(nn.Module):
     """A linear layer whose weight is packed. Takes the place of an ``nn.Linear`` in a model ready to run.
 
-    weight: the packed weight. bias: ``[out_features]`` or None.
+    weight: the packed weight.
+    bias: ``[out_features]`` or None.
     kernel: a name from ``KERNELS``, or None for the measured choice.
     dense: a float copy ``[out, in]`` beside it (``keep_dense``) for the many tokens of a prompt, or None.
     """
@@ -200,30 +210,33 @@ class QuantLinear(nn.Module):
         self.kernel = kernel
 
     def keep_dense(self, dtype: torch.dtype) -> None:
-        """Keep the floats too: a prompt is read without dequantizing, at the memory of a model that is not quantized.
+        """Keep a float copy too: a prompt is read without dequantizing, at the memory of a model that is not quantized.
 
-        Raises RequestError for a layer whose activations are quantized: floats would be another model's numbers.
+        dtype: of the copy.
+
+        Raises RequestError for a layer whose activations are quantized: floats would give another model's numbers.
         """
         if isinstance(self.packed, W8A8Weight):
             raise RequestError("keep_dense serves weight-only layers; this model's activations are int8. Leave it out.")
         self.dense = self.dequantize().to(dtype)
 
     def takes_dense(self, tokens: int) -> bool:
-        """Whether so many tokens are multiplied by the float copy: there is one, and no kernel was asked for."""
+        """Tell whether so many tokens are multiplied by the float copy: it exists, and no kernel was asked for."""
         return self.dense is not None and self.kernel is None and tokens >= CROSSOVER[self.packed.layout][1]
 
     def kernel_for(self, tokens: int) -> str:
-        """The name of the kernel that multiplies so many tokens by the packed weight."""
+        """Return the name of the kernel that multiplies so many tokens by the packed weight."""
         few, crossover = CROSSOVER[self.packed.layout]
         return self.kernel or (few if tokens < crossover else "dequantize")
 
     def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``[..., in_features]`` by the weight: ``[..., out_features]``."""
         if self.dense is not None and self.takes_dense(x.numel() // self.in_features):
             return nn.functional.linear(x, self.dense, self.bias)
         return linear(x, self.packed, self.bias, kernel=KERNELS[self.kernel] if self.kernel else None)
 
     def dequantize(self) -> Tensor:
-        """Float32 ``[out_features, in_features]``."""
+        """Return the weight, float32 ``[out_features, in_features]``."""
         return self.packed.dequantize()
 
     def extra_repr(self) -> str:
