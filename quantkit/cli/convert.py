@@ -131,8 +131,8 @@ class ConvertCommand(GroupedCommand):
     type=float,
     metavar="BITS",
     help=(
-        "Instead of --kv-bits: 8, 4, 3 or 2 for keys and for values of each layer, by measured damage; at most so many"
-        " bits a number on average (codes; scales come on top and are reported)."
+        "Instead of --kv-bits: 8, 4, 3 or 2 for keys and for values of each layer, by measured sensitivity; at most so"
+        " many bits a number on average (codes; scales come on top and are reported)."
     ),
 )
 @grouped(
@@ -141,8 +141,8 @@ class ConvertCommand(GroupedCommand):
     type=float,
     metavar="BITS",
     help=(
-        "Instead of --bits: bits and group size of each layer by measured damage, at most so many bits per weight of"
-        " the whole model (all tensors counted; head and embeddings are quantized, too, where the format can)."
+        "Instead of --bits: bits and group size of each layer by measured sensitivity, at most so many bits per weight"
+        " of the whole model (all tensors counted; head and embeddings are quantized, too, where the format can)."
     ),
 )
 @grouped(
