@@ -107,6 +107,8 @@ def _complete(path: Path, plan: KVPlan) -> None:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():  # the library would wait for a FIFO
+        raise CheckpointError(f"{path}: not a regular file. {_AGAIN}")
     try:
         with safe_open(path, framework="pt") as file:
             meta = json.loads((file.metadata() or {}).get(_KEY, "{}"))

@@ -99,6 +99,12 @@ def test_an_option_that_names_no_such_file_is_one_message(
         assert not list(tmp_path.iterdir()), (what, list(tmp_path.iterdir()))
 
 
+def test_kv_scales_that_are_a_fifo_are_not_waited_for(limited: Limited, tiny_model: Path) -> None:
+    os.mkfifo(tiny_model / "quantkit_kv.safetensors")
+    for command in (["inspect", str(tiny_model)], ["generate", str(tiny_model), "--prompt", "a"]):
+        limited(RUN, command).refused("quantkit_kv.safetensors")
+
+
 def test_a_name_does_not_write_on_the_terminal(quantkit: Callable[..., Any], tmp_path: Path) -> None:
     name = str(tmp_path / "a\x1b[2J\x9bm\rb")
     done = quantkit("inspect", name)
