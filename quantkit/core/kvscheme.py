@@ -18,6 +18,8 @@ from quantkit.errors import CheckpointError, RequestError
 
 KV_BITS = (16, 8, 4, 3, 2)
 PAGE_TOKENS = 64  # tokens of a page: keys of one channel share a scale along them
+# Keys and values of trained models stay below 1,000; below the smallest normal float32 a scale is 0 in some kernels.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**15
 FIRST_EXACT = 4  # attention sinks: keys unlike all others, which everything attends to
 _PAIR = re.compile(r"k(\d+)v(\d+)")
 
@@ -169,6 +171,11 @@ class LayerScales:
             positive = name.endswith("scale")
             if not bool(torch.isfinite(value).all()) or (positive and bool((value <= 0).any())):
                 raise CheckpointError(f"{name} holds a value that is not finite{' and positive' if positive else ''}")
+            extremes = float(value.abs().amin()) if positive else 1.0, float(value.abs().amax())
+            if value.numel() and not SMALLEST_SCALE <= extremes[0] <= extremes[1] <= LARGEST_SCALE:
+                raise CheckpointError(
+                    f"{name} holds {extremes[extremes[1] > LARGEST_SCALE]:.4g}; keys and values that need it are absurd"
+                )
 
 
 SCALE_NAMES = ("k_scale", "k_low", "v_scale", "v_low")

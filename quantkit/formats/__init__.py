@@ -46,7 +46,7 @@ def reader_format(config: Mapping[str, Any]) -> Reader:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in READABLE:
         raise CheckpointError(
-            f"quantization_config says quant_method {method!r}, which quantkit does not read. Readable:"
+            f"quantization_config says quant_method {repr(method)[:60]}, which quantkit does not read. Readable:"
             f" {', '.join(READABLE)}."
         )
     form: Reader = FORMATS[READABLE[method]]

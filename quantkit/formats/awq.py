@@ -25,8 +25,16 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, weights_only, zeros_that_fit
+from quantkit.formats.common import (
+    dividing_group_size,
+    ragged,
+    scale_dtype_name,
+    weights_only,
+    whole_number,
+    zeros_that_fit,
+)
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
+from quantkit.formats.stored_parts import require_shape
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, lowest first
 REVERSE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each column
@@ -105,6 +113,10 @@ class AWQ:
                 f"scales {list(scales.shape)} do not fit a qweight {list(qweight.shape)} of {scheme.describe()} in the "
                 f"GEMM layout, which needs {[groups, out_features]}. The config belongs to other weights."
             )
+        if scheme.group_size is not None and in_features % scheme.group_size:
+            raise CheckpointError(f"group_size {scheme.group_size} does not divide qweight's {in_features} inputs.")
+        reason = f"{scheme.describe()} over {[out_features, in_features]}"
+        require_shape("qzeros", parts["qzeros"], (groups, packed_width(out_features, scheme.bits)), reason)
         codes = _unpack(qweight, out_features).t().contiguous()
         zeros = _unpack(parts["qzeros"], out_features).t().contiguous().to(torch.int16)
         if not scheme.symmetric:
@@ -143,10 +155,10 @@ class AWQ:
     @staticmethod
     def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
         """Read the scheme, also by the names of AutoAWQ's first releases (w_bit, q_group_size)."""
-        bits = int(config["bits"] if "bits" in config else config["w_bit"])
+        bits = whole_number(config, "bits" if "bits" in config else "w_bit")
         if bits != 4:
             raise CheckpointError(f"{bits} bits: awq is read with 4 bits.")
-        size = int(config["group_size"] if "group_size" in config else config["q_group_size"])
+        size = whole_number(config, "group_size" if "group_size" in config else "q_group_size")
         dtype = scale_dtype_name(infos["scales"].dtype)
         return Scheme(bits, None if size == -1 else size, not config.get("zero_point", True), dtype)
 

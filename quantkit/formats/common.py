@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from quantkit.core.qtensor import QuantTensor
@@ -58,3 +61,14 @@ def scale_dtype_name(dtype: torch.dtype) -> str:
     if name is None:
         raise CheckpointError(f"scales stored as {dtype}; float16 and bfloat16 are read.")
     return name
+
+
+def whole_number(config: Mapping[str, Any], name: str) -> int:
+    """Return an entry of a quantization config that has to be a whole number.
+
+    Raises CheckpointError, naming the entry, for one that is missing or anything else.
+    """
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"{name} is {repr(value)[:60]} in the quantization config; expected a whole number.")
+    return value

@@ -42,6 +42,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, zeros_that_fit
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
+from quantkit.formats.stored_parts import require_shape
 
 LOCAL = ("weight_packed", "weight_scale", "weight_shape")
 PLAIN = ("weight", "weight_scale")
@@ -112,6 +113,8 @@ class CompressedTensors:
             )
         zeros = None
         if not scheme.symmetric:
+            wanted = packed_width(out_features, scheme.bits), scheme.groups(in_features)
+            require_shape(ZERO, parts[ZERO], wanted, f"{scheme.describe()} over {[out_features, in_features]}")
             zeros = (
                 unpack_rows(parts[ZERO].t().contiguous(), scheme.bits, out_features).t().contiguous().to(torch.int16)
             )

@@ -29,9 +29,17 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
-from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, weights_only, zeros_that_fit
+from quantkit.formats.common import (
+    dividing_group_size,
+    ragged,
+    scale_dtype_name,
+    weights_only,
+    whole_number,
+    zeros_that_fit,
+)
 from quantkit.formats.gptq_rules import dynamic_rules, override_for
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
+from quantkit.formats.stored_parts import require_shape
 
 BITS = (2, 3, 4, 8)
 LOCAL = ("qweight", "qzeros", "scales")
@@ -162,10 +170,10 @@ class GPTQ:
         if rule is False:
             raise CheckpointError("stored quantized, but a rule of the config's 'dynamic' says it is not.")
         wanted = {**config, **(rule or {})}
-        bits = int(wanted["bits"])
+        bits = whole_number(wanted, "bits")
         if bits not in BITS:
             raise CheckpointError(f"{bits} bits: gptq is read with 2, 3, 4 or 8 bits.")
-        size = int(wanted["group_size"])
+        size = whole_number(wanted, "group_size")
         return Scheme(bits, None if size == -1 else size, _symmetric(wanted), scale_dtype_name(infos["scales"].dtype))
 
     @staticmethod
@@ -213,6 +221,8 @@ def _decode(parts: Mapping[str, Tensor], scheme: Scheme, *, v1: bool) -> QuantTe
             f"scales {list(scales.shape)} do not fit a qweight {list(qweight.shape)} of {scheme.describe()}, "
             f"which needs {[groups, out_features]}. The config belongs to other weights."
         )
+    reason = f"{scheme.describe()} over {[out_features, in_features]}"
+    require_shape("qzeros", parts["qzeros"], (groups, packed_width(out_features, scheme.bits)), reason)
     codes = unpack_rows(qweight.t().contiguous(), scheme.bits, in_features)
     zeros = _zeros(unpack_rows(parts["qzeros"], scheme.bits, out_features), scheme, v1).t().contiguous().to(torch.int16)
     index = parts.get(INDEX)

@@ -28,6 +28,7 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
+from quantkit.formats.stored_parts import require_shape
 
 VERSION = 1
 
@@ -79,6 +80,9 @@ class Native:
             )
         zeros = None
         if not scheme.symmetric:
+            wanted = out_features, packed_width(scheme.groups(in_features), _zero_bits(scheme))
+            reason = f"{scheme.describe()} over {[out_features, in_features]}"
+            require_shape("qzeros", parts["qzeros"], wanted, reason)
             zeros = unpack_rows(parts["qzeros"], _zero_bits(scheme), scheme.groups(in_features)).to(torch.int16)
         return QuantTensor(unpack_rows(parts["qweight"], scheme.bits, in_features), parts["scales"], zeros, scheme)
 

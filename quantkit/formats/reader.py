@@ -15,6 +15,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats import reader_format
 from quantkit.formats.interface import Reader, TensorHeader
+from quantkit.formats.stored_parts import check_layouts, check_values
 
 CACHE_SCALES = (".k_scale", ".v_scale")
 
@@ -37,7 +38,9 @@ def _damaged(where: str) -> Iterator[None]:
         yield
     except (CheckpointError, RequestError) as error:
         raise CheckpointError(f"{where}: {error}") from error
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, re.error) as error:
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, re.error,
+    ) as error:  # fmt: skip
         raise CheckpointError(f"{where}: damaged or incomplete ({error!r}). Download or convert it again.") from error
 
 
@@ -80,6 +83,7 @@ class QuantizedReader:
             raise CheckpointError(f"{self.source.path}: not a quantized checkpoint")
         infos = {part: self.source.info(f"{name}.{part}") for part in self.modules[name]}
         with _damaged(f"{self.source.path}: {name}"):
+            check_layouts(infos)
             return self._format.scheme(name, infos, self.config)
 
     def shape(self, name: str) -> tuple[int, int]:
@@ -103,6 +107,8 @@ class QuantizedReader:
             raise CheckpointError(f"{self.source.path}: not a quantized checkpoint")
         parts = {part: self.source.read(f"{name}.{part}") for part in self.modules[name]}
         with _damaged(f"{self.source.path}: {name}"):
+            check_layouts(parts)
+            check_values(parts)
             return self._format.read_module(name, parts, self.config)
 
     def plain_names(self) -> list[str]:

@@ -43,6 +43,13 @@ class Blocks:
 NOT_STRUCTURE = ("quantization_config", "dtype", "torch_dtype", "transformers_version")
 
 
+# What transformers' classes raise over a config that they do not understand.
+BUILDING = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError,
+    TypeError,
+)  # fmt: skip
+
+
 def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, *, unfuse: bool = True) -> nn.Module:
     """Build the transformers model of a config, parameters on the meta device, in eval mode.
 
@@ -67,7 +74,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         )
     try:
         hf_config = AutoConfig.for_model(kind, **data)
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, StrictDataclassError) as error:
+    except (*BUILDING, ValueError, StrictDataclassError) as error:
         if kind in CONFIG_MAPPING:
             raise UnsupportedModel(
                 f"config.json of this {kind} does not fit ({error!r}). Download it again."
@@ -78,7 +85,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
     try:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False)
-    except (ArithmeticError, AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except BUILDING as error:
         raise UnsupportedModel(f"config.json of this {kind} makes no model ({error!r}). Download it again.") from error
     except ValueError as error:
         raise UnsupportedModel(
