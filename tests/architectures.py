@@ -1,4 +1,7 @@
-"""Tiny random models of every architecture that quantkit claims, for tests of all rooms (``from architectures import ...``)."""
+"""Tiny random models of every architecture that quantkit claims, for tests of all rooms.
+
+Use them by ``from architectures import ...``.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,13 @@ DENSE: dict[str, dict[str, Any]] = {
     "cohere": dict(logit_scale=0.25),
     "cohere2": dict(sliding_window=4, layer_types=MIXED, logit_scale=0.25),
     "starcoder2": dict(sliding_window=4, use_bias=True),
-    "gpt_neox": dict(num_key_value_heads=None, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
-    "falcon": dict(FALCON, multi_query=True, new_decoder_architecture=False, parallel_attn=True, alibi=False, bias=False),
+    "gpt_neox": dict(num_key_value_heads=None,
+                     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)),
+    "falcon": dict(FALCON, multi_query=True, new_decoder_architecture=False, parallel_attn=True, alibi=False,
+                   bias=False),
     "falcon-new": dict(FALCON, new_decoder_architecture=True, num_kv_heads=2, alibi=False, bias=False),
-    "falcon-alibi": dict(FALCON, alibi=True, multi_query=False, new_decoder_architecture=False, parallel_attn=False, bias=True),
+    "falcon-alibi": dict(FALCON, alibi=True, multi_query=False, new_decoder_architecture=False, parallel_attn=False,
+                         bias=True),
 }  # fmt: skip
 MOE: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),

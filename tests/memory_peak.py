@@ -1,8 +1,8 @@
 """What work takes of this process's memory at its peak, without the noise of a resident size.
 
 Pages of libraries count in a resident size: the system drops them when memory is short, and they are read in again when
-they are used. So what is mapped from files does not count here. What remains errs upwards: a heap that earlier tests have
-torn has no room for what would fit otherwise. So a test that finds a peak too high may measure again.
+they are used. So what is mapped from files does not count here. What remains errs upwards: a heap that earlier tests
+have torn has no room for what would fit otherwise. So a test that finds a peak too high may measure again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A device that is not the CPU, without one: tensors say that they are on ``pretend`` and hold a CPU tensor.
 
 What runs on them runs on the held tensors, so results are the CPU's, bit for bit. As on a GPU, an operation that mixes
-tensors of both places is an error (numbers and copies excepted), and so is reading a tensor's memory from Python. Indices that a GPU
-would take from the host are refused, too: the code under test should not need that.
+tensors of both places is an error (numbers and copies excepted), and so is reading a tensor's memory from Python.
+Indices that a GPU would take from the host are refused, too: the code under test should not need that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A layer's pages with everything a decode step may meet, for the kernels of a step: interpreter (tests/contract), device (tests/gpu)."""
+"""A layer's pages with everything a decode step may meet, for the kernels of a step.
+
+They run in the interpreter (tests/contract) and on a device (tests/gpu).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def pages_of(
     pads: list[int], length: int, heads: Heads, dtype: torch.dtype, device: str, *, window: int = 0
 ) -> tuple[Pages, PageTensors]:  # fmt: skip
-    """Filled pages in random order for positions up to ``length`` of the longest; those that a window has left are 0 in the table."""
+    """Filled pages in random order for positions up to ``length`` of the longest.
+
+    Those that a window has left are 0 in the table.
+    """
     columns = length // PAGE + 1
     order = torch.randperm(len(pads) * columns, generator=torch.Generator().manual_seed(3)) + 1
     table = order.view(len(pads), columns)
@@ -42,8 +48,16 @@ def pages_of(
 
 
 def packed_of(
-    pads: list[int], length: int, heads: Heads, dtype: torch.dtype, device: str, scheme: KVScheme, *, window: int = 0, done: int = 0
-) -> tuple[Pages, PageTensors]:  # fmt: skip
+    pads: list[int],
+    length: int,
+    heads: Heads,
+    dtype: torch.dtype,
+    device: str,
+    scheme: KVScheme,
+    *,
+    window: int = 0,
+    done: int = 0,
+) -> tuple[Pages, PageTensors]:
     """``pages_of`` with packed pages too, of random keys and values, and exact first tokens."""
     pages, stored = pages_of(pads, length, heads, dtype, device, window=window)
     count, dim = len(stored.keys), heads.dim
@@ -63,8 +77,11 @@ def packed_of(
 
 
 def check_pack(scheme: KVScheme, dim: int, dtype: torch.dtype, device: str) -> None:
-    """Of four sequences one has a page that becomes old, one its first page, one none, and one is none. Codes may differ by one where a sum in another order turns
-    a half, 1 in 500; ranges where it turns a search, 1 in 50 (then what the page gives back is no worse)."""
+    """Of four sequences one has a page that becomes old, one its first page, one none, and one is none.
+
+    Codes may differ by one where a sum in another order turns a half, 1 in 500; ranges where it turns a search, 1 in 50
+    (then what the page gives back is no worse).
+    """
     from quantkit.runtime.kernels.triton.attention import signs
     from quantkit.runtime.kernels.triton.pack_page import pack
 

@@ -1,4 +1,7 @@
-"""Tiny models of the common family with packed, joined linears, and their steps: for decoding (tests/contract, tests/gpu)."""
+"""Tiny models of the common family with packed, joined linears, and their steps.
+
+For decoding (tests/contract, tests/gpu).
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,13 @@ class Words:
 
 
 def tiny(
-    kind: str, kv_bits: int | str = 16, device: str = "cpu", dtype: torch.dtype = torch.float32, graphs: bool = False, **changes: Any
-) -> Model:  # fmt: skip
+    kind: str,
+    kv_bits: int | str = 16,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    graphs: bool = False,
+    **changes: Any,
+) -> Model:
     """Few layers, 64 wide, on a device; decoded by the definition unless ``graphs``."""
     layers = 3 if kind == "gemma3_text" else 2
     sizes = {
@@ -47,8 +55,8 @@ def tiny(
             torch.nn.init.normal_(parameter, std=0.15, generator=torch.Generator().manual_seed(parameter.numel()))
     module = module.to(device, dtype)
     return Model(
-        module, module.config.to_dict(), device=torch.device(device), dtype=dtype, read_tokenizer=Words, kv_plan=KVPlan(KVScheme.of(kv_bits)),
-        fast_step=graphs, graphs=graphs,
+        module, module.config.to_dict(), device=torch.device(device), dtype=dtype, read_tokenizer=Words,
+        kv_plan=KVPlan(KVScheme.of(kv_bits)), fast_step=graphs, graphs=graphs,
     )  # fmt: skip
 
 
@@ -78,7 +86,10 @@ def packed(model: Model, scheme: Scheme | None) -> Model:
 
 @torch.inference_mode()
 def greedy_logits(model: Model, ids: Tensor, prompt: int, counts: Sequence[int] | None = None) -> Tensor:
-    """Logits of every token after the prompt, one step each. counts: tokens of each sequence's prompt, the last ones (None: all)."""
+    """Logits of every token after the prompt, one step each.
+
+    counts: tokens of each sequence's prompt, the last ones (None: all).
+    """
     seam = transformers_cache(model.new_cache(8))
     model.step(ids[:, :prompt], seam, counts)
     steps = [model.step(ids[:, i : i + 1], seam) for i in range(prompt, ids.shape[1])]

@@ -1,4 +1,7 @@
-"""The short step of a GPU and decoding ahead of the host, on a CPU in Triton's interpreter (all but the capture); in a process of its own."""
+"""The short step of a GPU and decoding ahead of the host, on a CPU in Triton's interpreter.
+
+All but the capture; in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,10 @@ else:
         return {piece.row: piece.done for piece in pieces if piece.done is not None}
 
     def test_a_batch_ahead_of_the_host_gives_what_single_steps_give() -> None:
-        """Sequences of their own lengths, sampled and greedy; two leave early, so that the last goes on in a smaller slot."""
+        """Sequences of their own lengths, sampled and greedy.
+
+        Two leave early, so that the last goes on in a smaller slot.
+        """
         model = tiny("mistral", sliding_window=66, **FEW)
         drawn = GenerationOptions(max_tokens=7, temperature=0.8, top_k=20, top_p=0.9, seed=3, repetition_penalty=1.3)
         options = [GenerationOptions(max_tokens=4), GenerationOptions(max_tokens=3, temperature=1.0, min_p=0.01), drawn]
@@ -123,7 +129,10 @@ else:
         assert not loop.guard.locked()
 
     def test_pages_are_packed_ahead_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Pages that become old on the way, in one sequence its first; that one goes on alone in a smaller slot, whose pages come round again."""
+        """Pages that become old on the way, in one sequence its first.
+
+        That one goes on alone in a smaller slot, whose pages come round again.
+        """
         model = tiny("mistral", 4, sliding_window=70, **FEW)
         prompts = [[5, 6, 7] * 7, [7, 8, 1, 3] * 31]
         options = [GenerationOptions(max_tokens=2), GenerationOptions(max_tokens=7)]
@@ -224,7 +233,10 @@ else:
         assert graph.replays == 6  # three steps of each answer; the first token is the prompt's
 
     def test_a_longer_table_of_angles_does_not_reach_steps_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-        """A step for another request makes it meanwhile: what was captured goes on reading its own, at the same address."""
+        """A step for another request makes it meanwhile.
+
+        What was captured goes on reading its own, at the same address.
+        """
         model = tiny("llama", **FEW)
         options = GenerationOptions(max_tokens=4)
         expected = answers(model, [options], -1)[0].tokens
@@ -259,7 +271,10 @@ else:
         assert answers(model, [options], -1)[0].tokens == expected  # said once
 
     def test_a_smaller_batch_that_cannot_be_captured_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-        """One sequence leaves; for the one that is left memory, say, does not suffice to capture: its answer is finished all the same."""
+        """One sequence leaves, and memory, say, does not suffice to capture for the one that is left.
+
+        Its answer is finished all the same.
+        """
         model = tiny("llama", **FEW)
         options = [GenerationOptions(max_tokens=8), GenerationOptions(max_tokens=2)]
         expected = {row: done.tokens for row, done in answers(model, options, -1).items()}

@@ -49,7 +49,10 @@ def test_the_committed_prediction_is_what_the_script_computes(tmp_path: Path) ->
 
 
 def test_a_tile_that_fails_is_noted_and_the_derived_one_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that the compiler refuses must not cost the table; a table that time cut short must not be worse than none."""
+    """One that the compiler refuses must not cost the table.
+
+    A table that time cut short must not be worse than none.
+    """
     monkeypatch.syspath_prepend(str(KERNELS))
     bench, tuning = importlib.import_module("gpu_linear"), importlib.import_module("tuning")
     tiles = bench.tile_table

@@ -34,7 +34,10 @@ def quantized(scheme: Scheme, shape: tuple[int, int], seed: int = 0) -> QuantTen
 
 
 def bound(kernel: str, x: torch.Tensor, q: QuantTensor) -> torch.Tensor:
-    """The tolerances that kernels/cpu_torch.py and cpu_layouts.py derive, elementwise; float32 sums for those that compute in float32."""
+    """The tolerances that kernels/cpu_torch.py and cpu_layouts.py derive, elementwise.
+
+    Sums are float32 for those that compute in float32.
+    """
     size, weight = x.abs().float(), q.dequantize()
     step = affine.expand_groups(q.scales.float(), q.shape[1], q.scheme)
     exact = q.shape[1] * 2**-23 * (size @ weight.abs().T) + 1e-7

@@ -1,6 +1,7 @@
 """Every Triton kernel agrees with the reference, in Triton's interpreter on the CPU.
 
-The interpreter is chosen when kernels are imported, and other tests compile them: so this file runs itself in a process of its own.
+The interpreter is chosen when kernels are imported, and other tests compile them: so this file runs itself in a process
+of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""GPTQ's column kernel gives the codes of the loop in ``algorithms.gptq``, in Triton's interpreter (as test_triton.py runs it)."""
+"""GPTQ's column kernel gives the codes of the loop in ``algorithms.gptq``.
+
+In Triton's interpreter, as test_triton.py runs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The int8 kernels agree with the reference, in Triton's interpreter on the CPU; in a process of its own, as in test_triton.py."""
+"""The int8 kernels agree with the reference, in Triton's interpreter on the CPU.
+
+In a process of its own, as in test_triton.py.
+"""
 
 from __future__ import annotations
 

@@ -71,8 +71,10 @@ def test_states_travel_while_a_block_works_and_arrive_whole() -> None:
 
 
 def equal_codes(a: Path, b: Path, within: str = "") -> float:
-    """Share of codes that are equal, of modules with ``within`` in their name. Of later blocks less can be asked: one code that
-    falls on the other side changes what they see."""
+    """Share of codes that are equal, of modules with ``within`` in their name.
+
+    Of later blocks less can be asked: one code that falls on the other side changes what they see.
+    """
     left, right = (QuantizedReader(open_source(folder)) for folder in (a, b))
     pairs = [(left.module(name), right.module(name)) for name in left.modules if within in name]
     equal = sum(int((x.codes == y.codes).sum()) for x, y in pairs)  # type: ignore[union-attr]

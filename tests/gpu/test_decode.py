@@ -53,8 +53,9 @@ def test_attention_equals_its_definition(length: int, window: int, dim: int, dty
 @pytest.mark.parametrize(
     ("bits", "dim", "dtype"),
     [
-        (8, 128, BF16), (4, 128, BF16), ("k4v2", 128, BF16), (3, 128, BF16), (2, 128, BF16), ("k16v4", 128, BF16), ("k8v16", 128, BF16),
-        (4, 64, BF16), (3, 64, FP16), (4, 80, FP16), (4, 256, BF16), (8, 256, FP16), (4, 64, F32), ("k8v2", 64, F32),
+        (8, 128, BF16), (4, 128, BF16), ("k4v2", 128, BF16), (3, 128, BF16), (2, 128, BF16), ("k16v4", 128, BF16),
+        ("k8v16", 128, BF16), (4, 64, BF16), (3, 64, FP16), (4, 80, FP16), (4, 256, BF16), (8, 256, FP16), (4, 64, F32),
+        ("k8v2", 64, F32),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("length", "window"), [(200, 0), (5000, 0), (1000, 300)])

@@ -2,7 +2,7 @@
 
 Reads one task a line from stdin, answers one line: ``command``, ``signal``, ``log`` (a file for what it prints), and
 
-* ``seconds``: the signal comes from outside, so long after the command began to listen to signals (null: none comes), or
+* ``seconds``: the signal comes from outside, so long after the command began to listen (null: none comes), or
 * ``destructor``: it comes from inside, in the destructor of this number (what is raised there is swallowed).
 
 ``terminal``: stderr is a terminal, so that bars are drawn.

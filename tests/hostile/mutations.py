@@ -10,14 +10,15 @@ from random import Random
 from typing import Any
 
 NUMBERS = (
-    "0", "-1", "1", "2", "3", "7", "0.0", "-0.0", "0.5", "1e-45", "1e38", "1e308", "1e999", "-1e999", "NaN", "Infinity", "-Infinity",
-    "255", "65504", "65536", "2147483647", "2147483648", "4294967296", "9223372036854775807", "9223372036854775808",
-    "18446744073709551616", "1000000000", "-2147483649", "9" * 400, "9" * 5000,
+    "0", "-1", "1", "2", "3", "7", "0.0", "-0.0", "0.5", "1e-45", "1e38", "1e308", "1e999", "-1e999", "NaN", "Infinity",
+    "-Infinity", "255", "65504", "65536", "2147483647", "2147483648", "4294967296", "9223372036854775807",
+    "9223372036854775808", "18446744073709551616", "1000000000", "-2147483649", "9" * 400, "9" * 5000,
 )  # fmt: skip
 VALUES = (
-    "null", "true", "false", "[]", "{}", '""', '"x"', '"\\ud800"', '"\\u0000"', "[null]", "[[]]", "[1,2,3]", '{"a":1}', '["a"]',
-    '"../../etc/passwd"', '"/dev/zero"', '"auto"', '"' + "x" * 10000 + '"', '"0"', '"1e5"', '"None"', '"\\n\\u001b[2J"',
-    "[" * 2000 + "]" * 2000, "[" * 100000 + "]" * 100000, '{"a":' * 100000 + "1" + "}" * 100000, "[" + "0," * 100000 + "0]",
+    "null", "true", "false", "[]", "{}", '""', '"x"', '"\\ud800"', '"\\u0000"', "[null]", "[[]]", "[1,2,3]", '{"a":1}',
+    '["a"]', '"../../etc/passwd"', '"/dev/zero"', '"auto"', '"' + "x" * 10000 + '"', '"0"', '"1e5"', '"None"',
+    '"\\n\\u001b[2J"', "[" * 2000 + "]" * 2000, "[" * 100000 + "]" * 100000, '{"a":' * 100000 + "1" + "}" * 100000,
+    "[" + "0," * 100000 + "0]",
     *NUMBERS,
 )  # fmt: skip
 NUMBER = re.compile(rb"-?\d+(\.\d+)?([eE][-+]?\d+)?")
@@ -27,7 +28,9 @@ WORDS = (0, 1, 2, 3, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, 
 def mutate(content: bytes, kind: str, random: Random) -> tuple[bytes, str]:
     """Return damaged content, and what was done to it.
 
-    content: of a whole file. kind: json, jsonl, record (JSON behind its sha256), safetensors, gguf, gzip, text or bytes. random: all chance comes from it.
+    content: of a whole file.
+    kind: json, jsonl, record (JSON behind its sha256), safetensors, gguf, gzip, text or bytes.
+    random: all chance comes from it.
     """
     if kind == "gzip" and random.random() < 0.6:
         inner, done = mutate(gzip.decompress(content), "jsonl", random)
@@ -139,7 +142,10 @@ def _words_of(old: bytes, new: str) -> str:
 
 
 def _spots(tree: Any) -> Any:
-    """Every place in a tree that a value may be put: (list or dict, index or key); the upper ones are drawn more often."""
+    """Every place in a tree that a value may be put: (list or dict, index or key).
+
+    The upper ones are drawn more often.
+    """
     stack = [(tree, 0)]
     while stack:
         node, depth = stack.pop()

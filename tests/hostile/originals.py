@@ -12,7 +12,10 @@ TINY = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=1,
 )  # fmt: skip
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def make_originals(folder: Path) -> Path:

@@ -54,7 +54,10 @@ def draw(kept: str, seed: int, number: int) -> tuple[str, bytes, str]:
 
 
 def read(kept: str, scratch: str, seed: int, number: int) -> None:
-    """Put an input in its place among the originals in ``scratch``, let its reader have it, and put the original back."""
+    """Put an input in its place among the originals, let its reader have it, and put the original back.
+
+    The originals lie in ``scratch``.
+    """
     name, content, _ = draw(kept, seed, number)
     _watch(Path(scratch))
     path = Path(scratch) / name

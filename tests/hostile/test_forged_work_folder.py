@@ -160,8 +160,9 @@ def finished_job(kept_finished: Stopped) -> Stopped:
 
 
 TOKENS: list[Any] = [
-    "x/../../../victim", "../victim", "/etc", "", ".", "..", "0123abc", "0123abcde", "0123ABCD", "0123abcd\n", " 123abcd",
-    "0123abc/", "٠١٢٣٤٥٦٧", "repack-0123abcd", "0" * 1_000_000, 12345678, 1e7, NAN, None, True, [], ["0123abcd"], {},
+    "x/../../../victim", "../victim", "/etc", "", ".", "..", "0123abc", "0123abcde", "0123ABCD", "0123abcd\n",
+    " 123abcd", "0123abc/", "٠١٢٣٤٥٦٧", "repack-0123abcd", "0" * 1_000_000, 12345678, 1e7, NAN, None, True, [],
+    ["0123abcd"], {},
 ]  # fmt: skip
 
 
@@ -181,9 +182,9 @@ def test_a_token_is_eight_hex_digits_and_nothing_else(mode: dict[str, Any], job:
 
 FIELDS: list[tuple[str, Any]] = [
     ("identity", None), ("identity", []), ("identity", "x"), ("identity", {}), ("identity", {"out": None}),
-    ("identity", {"out": ["x"]}), ("finished", []), ("finished", "yes"), ("finished", True), ("read", "yes"), ("read", 1),
-    ("choice", []), ("choice", {"taken": "x"}), ("choice", {"taken": [0.5], "sensitivity": [], "measured_on": {}}),
-    ("something", 1),
+    ("identity", {"out": ["x"]}), ("finished", []), ("finished", "yes"), ("finished", True), ("read", "yes"),
+    ("read", 1), ("choice", []), ("choice", {"taken": "x"}),
+    ("choice", {"taken": [0.5], "sensitivity": [], "measured_on": {}}), ("something", 1),
 ]  # fmt: skip
 
 
@@ -418,8 +419,8 @@ def test_a_forged_record_stops_the_resumed_job_or_changes_nothing_outside(
 ) -> None:
     """The whole command, on variants drawn at random: an error of ours or a finished output, and no other change."""
     one, name = {
-        "blocks": (job, "parts/block-0001.json"), "measured": (measured_job, "measured.json"), "text": (text_job, "text.json"),
-        "finished": (finished_job, "job.json"),
+        "blocks": (job, "parts/block-0001.json"), "measured": (measured_job, "measured.json"),
+        "text": (text_job, "text.json"), "finished": (finished_job, "job.json"),
     }[kind]  # fmt: skip
     changed = list(variants(record(one.work / name)))
     for label, forged in random.Random(kind).sample(changed, 6):

@@ -1,4 +1,7 @@
-"""SIGKILL at seeded moments of a conversion and of a repack: what follows gives the same bytes and leaves nothing behind."""
+"""SIGKILL at seeded moments of a conversion and of a repack.
+
+What follows gives the same bytes and leaves nothing behind.
+"""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def test_the_folder_of_a_living_process_stays(tmp_path: Path) -> None:
 
 def test_only_names_of_our_own_are_swept(tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
-    others = [".out.partial-repack-0123abc", ".out.partial-0123abcd", ".other.partial-repack-0123abcd", ".out.partial-1234",
-              ".outXpartial-repack-0123abcd", ".out.partial-repack-0123abcd.old"]  # fmt: skip
+    others = [".out.partial-repack-0123abc", ".out.partial-0123abcd", ".other.partial-repack-0123abcd",
+              ".out.partial-1234", ".outXpartial-repack-0123abcd", ".out.partial-repack-0123abcd.old"]  # fmt: skip
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / ".out.partial-repack-0123abcd").symlink_to(tmp_path / "victim")

@@ -57,7 +57,10 @@ def plant(folder: Path, marks: Path) -> None:
     """Put code into every kind of file that some library would run."""
     (folder / "custom_generate").mkdir()
     for name in [*MODULES, "custom_generate/generate"]:
-        source = f"with open({str(marks)!r}, 'a') as f:\n    f.write('{name} ')\nclass E:\n    pass\ndef generate(*a, **k):\n    pass\n"
+        source = (
+            f"with open({str(marks)!r}, 'a') as f:\n    f.write('{name} ')\n"
+            "class E:\n    pass\ndef generate(*a, **k):\n    pass\n"
+        )
         (folder / f"{name}.py").write_text(source)
     for name in ("pytorch_model.bin", "model.pt", "model.pkl", "optimizer.pt", "training_args.bin", "vocab.pkl"):
         (folder / name).write_bytes(pickle.dumps(Bomb(marks)))

@@ -85,7 +85,7 @@ def test_an_option_that_makes_no_sense_is_named(name: str, value: Any) -> None:
 
 
 def test_the_limits_of_options_are_taken() -> None:
-    options = GenerationOptions(seed=2**64 - 1, stop=["a"], stop_tokens=range(2), temperature=1e308, top_p=1)  # type: ignore[arg-type]
+    options = GenerationOptions(seed=2**64 - 1, stop=["a"], stop_tokens=range(2), temperature=1e308, top_p=1)
     assert (options.stop, options.stop_tokens) == (("a",), (0, 1))
 
 

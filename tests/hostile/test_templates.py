@@ -1,4 +1,7 @@
-"""A chat template is a stranger's program: it ends by name within 10 seconds and 1 GB, and a good one gives transformers' text."""
+"""A chat template is a stranger's program: it ends by name within 10 seconds and 1 GB.
+
+A good one gives transformers' text.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,10 @@ def test_one_child_renders_all_and_a_new_one_follows_one_that_was_ended() -> Non
 
 
 def test_a_template_finds_neither_this_process_nor_its_files(tmp_path: Path) -> None:
-    """The child has its own interpreter, without the site, the variables and the folder that would load code into it."""
+    """The child has its own interpreter.
+
+    That is one without the site, the variables and the folder that would load code into it.
+    """
     (tmp_path / "jinja2.py").write_text("raise SystemExit('planted code ran')")
     here = Path.cwd()
     os.chdir(tmp_path)
@@ -107,7 +113,8 @@ def test_a_template_finds_neither_this_process_nor_its_files(tmp_path: Path) -> 
 
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA = """{{- bos_token }}
@@ -129,7 +136,8 @@ LLAMA = """{{- bos_token }}
 {%- endif %}
 {%- for message in messages %}
     {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'\
++ message['content'] | trim + '<|eot_id|>' }}
     {%- elif 'tool_calls' in message %}
         {{- message.tool_calls[0].function.arguments | tojson }}
     {%- endif %}
@@ -151,8 +159,10 @@ FEATURES = """
 {%- else %}{% for part in message.content %}{{ part.type ~ part.text }}{% endfor %}{% endif %}
     {{ message.reasoning_content | default('none') }} {{ message.thinking }} {{ message.name }}
 {% endfor %}
-{{ messages | map(attribute='role') | join(', ') }} {{ messages | selectattr('role', 'equalto', 'user') | list | length }}
-{{ eos_token }} {{ '%s-%d' % ('a', 3) }} {{ "{}".format(1.5) }} {{ [1, true, none, 2.5e-7] }} {{ messages[0].items() | list }}
+{{ messages | map(attribute='role') | join(', ') }} \
+{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
+{{ eos_token }} {{ '%s-%d' % ('a', 3) }} {{ "{}".format(1.5) }} {{ [1, true, none, 2.5e-7] }} \
+{{ messages[0].items() | list }}
 """
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief — é 😀 <b>&'\"\n\ttab"},

@@ -37,8 +37,10 @@ def split(pattern: str) -> dict[str, Any]:
         ({"decoder": {**WRITER, "content": "a" * 1000}}, "64 times"),
         ({"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "no", "type_id": 0}}],
                              "pair": [], "special_tokens": {}}}, "cannot be used"),
-        ({"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 9999,
-                             "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}}}, "9999 tokens|makes"),
+        ({"post_processor": {"type": "TemplateProcessing",
+                             "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 9999,
+                             "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}}},
+         "9999 tokens|makes"),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip

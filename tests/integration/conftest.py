@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-SENTENCES = [f"The {a} {b} {c} near the {d}, and nobody {c} twice." for a in ("old", "small", "grey", "quick")
-             for b in ("fox", "river", "engine", "window") for c in ("runs", "waits", "sings") for d in ("gate", "wall", "sea")]  # fmt: skip
+SENTENCES = [
+    f"The {a} {b} {c} near the {d}, and nobody {c} twice."
+    for a in ("old", "small", "grey", "quick")
+    for b in ("fox", "river", "engine", "window")
+    for c in ("runs", "waits", "sings")
+    for d in ("gate", "wall", "sea")
+]
 TINY = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, pad_token_id=1,
 )  # fmt: skip
 
 
@@ -84,7 +89,10 @@ def states_after_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def precisions_seen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], set[str]]:
-    """``watch(module, function)`` -> in which precision oneDNN multiplied float32 matrices whenever that function was called."""
+    """``watch(module, function)`` -> the precisions in which oneDNN multiplied float32 matrices.
+
+    Those are the ones in force whenever that function was called.
+    """
     mkldnn: Any = torch.backends.mkldnn  # torch's types do not know its parts
 
     def watch(module: Any, name: str) -> set[str]:

@@ -1,10 +1,13 @@
-"""Conversions on disks that fill up, are made larger, and fill no more. Started by test_full_disk.py in a mount namespace.
+"""Conversions on disks that fill up, are made larger, and fill no more.
+
+Started by test_full_disk.py in a mount namespace.
 
     python full_disk.py TASK.json
 
 The task is ``{"folder", "source", "calibration", "cases"}``; a case ``[what, room]``: "both" puts the output and
-the work folder on one small tmpfs, "work" and "out" one of them, "repack" writes ``source`` of the format native in another. After the
-first block (the first module of a repack) a file takes all of that disk but ``room`` bytes. Prints JSON: what each case saw.
+the work folder on one small tmpfs, "work" and "out" one of them, "repack" writes ``source`` of the format native in
+another. After the first block (the first module of a repack) a file takes all of that disk but ``room`` bytes. Prints
+JSON: what each case saw.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Kill conversions with SIGKILL at chosen moments, resume them, and compare the bytes. Started by test_kills.py.
 
-A server: one line of JSON in, one out, so that imports are paid once. A task is ``{"folder", "options", "at", "moments",
-"again", "hard", "seed"}``; the answer ``{"events", "kills", "states", "failures"}``.
+A server: one line of JSON in, one out, so that imports are paid once. A task is ``{"folder", "options", "at",
+"moments", "again", "hard", "seed"}``; the answer ``{"events", "kills", "states", "failures"}``.
 
-A *moment* is before a change of the file system below ``folder`` (open for writing, rename, remove, mkdir, rmdir, fsync),
-or a random share of the processor time. At each moment of a job the working process forks and kills itself; the fork, which
-holds the same memory, waits until it is dead, takes a copy of the folder as it lies there, and works on until the next
-moment. So a job runs once for all its kills. Every copy is then resumed as a user would, copies with equal bytes once:
-what a resumed job does depends on nothing else.
+A *moment* is before a change of the file system below ``folder`` (open for writing, rename, remove, mkdir, rmdir,
+fsync), or a random share of the processor time. At each moment of a job the working process forks and kills itself; the
+fork, which holds the same memory, waits until it is dead, takes a copy of the folder as it lies there, and works on
+until the next moment. So a job runs once for all its kills. Every copy is then resumed as a user would, copies with
+equal bytes once: what a resumed job does depends on nothing else.
 
 at: "renames", "events" or "" (none of them in order); moments: how many random ones besides, half of them at random
-events, half at random times; again: the job resumed from one random copy is killed this often, too; hard: this many jobs
-end by a signal from the kernel's clock, inside a system call or a library as it comes.
+events, half at random times; again: the job resumed from one random copy is killed this often, too; hard: this many
+jobs end by a signal from the kernel's clock, inside a system call or a library as it comes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ Hook = Callable[[str], None]
 
 
 class Watch:
-    """Calls ``hook`` before every change of a file below ``folder``. Audit hooks cannot be taken out again: there is one."""
+    """Calls ``hook`` before every change of a file below ``folder``.
+
+    Audit hooks cannot be taken out again: there is one.
+    """
 
     def __init__(self) -> None:
         self.folder, self.hook, self.busy = "", None, False
@@ -158,7 +161,7 @@ class Job:
         return self.fork(before, **({"resume": True} if self.record.exists() else {}))
 
     def kill_on_the_way(self, events: set[int], times: int) -> None:
-        """Run the job from what lies in ``here``; its process is killed at each of these events, and at random times."""
+        """Run the job from what lies in ``here``; its process is killed at each of these events and random times."""
         left = sorted(self.draw.random() * self.cpu for _ in range(times))
         steps = [max(1e-4, b - a) for a, b in zip([0.0, *left], left, strict=False)]
         count = 0

@@ -91,7 +91,10 @@ def test_what_is_written_is_what_was_counted_and_just_within_the_target(
 def test_whatever_is_measured_the_size_holds_and_what_is_fused_shares_a_scheme(
     name: str, options: dict[str, Any], tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    """Damage drawn at random, not even smaller for more bits, at 30 budgets from the least to the most that is possible."""
+    """Damage drawn at random, not even smaller for more bits, at 30 budgets.
+
+    They reach from the least to the most that is possible.
+    """
     source = tiny_original
     if name != "llama":
         source, vocab = tmp_path / "source", json.loads((tiny_original / "config.json").read_text())["vocab_size"]
@@ -254,7 +257,15 @@ def test_the_least_and_the_most_can_be_asked_for(tiny_original: Path, calibratio
         named = re.search(r"here is --target-bpw ([\d.]+) or --target-size (\S+)", str(refused.value))
         assert named is not None
         bits = float(named[1])
-        by_size = ConvertOptions(str(tiny_original), tmp_path / "size", method="rtn", format="native", target_size=named[2], calibration=str(calibration_text), seq_len=48)  # fmt: skip
+        by_size = ConvertOptions(
+            str(tiny_original),
+            tmp_path / "size",
+            method="rtn",
+            format="native",
+            target_size=named[2],
+            calibration=str(calibration_text),
+            seq_len=48,
+        )
         assert not make_plan(by_size).problems
         report = convert(
             tiny_original,
@@ -299,13 +310,17 @@ def test_a_dry_run_says_what_it_would_measure(
     ("form", "scaled", "alike"),
     [
         ("llama", "self_attn.q_proj", {"model.embed_tokens", "lm_head"}),
-        ("falcon", "query_key_value", {"transformer.word_embeddings", *(f"transformer.h.{i}.mlp.dense_4h_to_h" for i in range(3))}),
+        ("falcon", "query_key_value",
+         {"transformer.word_embeddings", *(f"transformer.h.{i}.mlp.dense_4h_to_h" for i in range(3))}),
     ],
 )  # fmt: skip
 def test_sensitivity_is_that_of_scaled_channels_where_method_and_block_scale_them(
     form: str, scaled: str, alike: set[str], tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    """A channel behind a norm that is thirty times as large as the others costs less with a method that scales it; what lies behind a GELU cannot be scaled."""
+    """A channel thirty times as large as the others costs less with a method that scales it.
+
+    It stands behind a norm; what lies behind a GELU cannot be scaled.
+    """
     tokenizer, model = AutoTokenizer.from_pretrained(tiny_original), tiny_architecture(form, vocab_size=512)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -315,7 +330,16 @@ def test_sensitivity_is_that_of_scaled_channels_where_method_and_block_scale_the
         part.save_pretrained(tmp_path / "source")
     found: list[Measured] = []
     for fold in (False, True):
-        options = ConvertOptions(str(tmp_path / "source"), tmp_path / "out", method="gptq", fold=fold, format="native", target_bpw=6, calibration=str(calibration_text), **SMALL)  # fmt: skip
+        options = ConvertOptions(
+            str(tmp_path / "source"),
+            tmp_path / "out",
+            method="gptq",
+            fold=fold,
+            format="native",
+            target_bpw=6,
+            calibration=str(calibration_text),
+            **SMALL,
+        )
         plan, work = make_plan(options), tmp_path / f"work-{fold}"
         work.mkdir()
         assert plan.budget is not None
@@ -355,7 +379,10 @@ def test_the_curve_is_shown_as_soon_as_bits_are_chosen(
     assert last.done == last.total > 0  # or a bar stands still at 59 of 60
     (chosen,) = [one.note for one in heard if one.stage == "chosen"]
     assert chosen in report.table()
-    target = ("--calibration", calibration_text, "--samples", 4, "--seq-len", 32, "--format", "native", "--target-bpw", "6.5", "--sym")  # fmt: skip
+    target = (
+        "--calibration", calibration_text, "--samples", 4, "--seq-len", 32, "--format", "native",
+        "--target-bpw", "6.5", "--sym",
+    )  # fmt: skip
     done = quantkit("convert", tiny_original, "--out", tmp_path / "b", *target)
     assert "<- chosen" in done.stderr
     assert "<- chosen" in done.stdout

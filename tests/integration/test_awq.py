@@ -30,7 +30,10 @@ TEXT = dict(samples=8, seq_len=32, group_size=32)
 
 
 def plant_outliers(folder: Path) -> None:
-    """Norms that make a few channels large, as trained models have them; the function of the model changes, but stays sane."""
+    """Norms that make a few channels large, as trained models have them.
+
+    The function of the model changes, but stays sane.
+    """
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
@@ -263,7 +266,8 @@ def test_an_expert_that_no_token_reaches_is_scaled_like_the_others(
 def test_the_command_line_offers_awq(
     quantkit: Callable[..., Any], tiny_model: Path, tmp_path: Path, calibration_text: Path
 ) -> None:
-    done = quantkit("convert", tiny_model, "--out", tmp_path / "out", "--method", "awq", "--group-size", 32, "--samples", 4,
-                    "--seq-len", 32, "--calibration", calibration_text, "--damping", 0.05, "--json")  # fmt: skip
+    done = quantkit("convert", tiny_model, "--out", tmp_path / "out", "--method", "awq", "--group-size", 32,
+                    "--samples", 4, "--seq-len", 32, "--calibration", calibration_text, "--damping", 0.05,
+                    "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["method"] == "awq"

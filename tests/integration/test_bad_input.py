@@ -202,8 +202,8 @@ def damage_quantized(model: Path) -> None:
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 def test_damaged_models(
-    damage: Callable[[Path], None], code: int, words: list[str], tiny_model: Path, calibration_text: Path, tmp_path: Path,
-    quantkit: Run,
+    damage: Callable[[Path], None], code: int, words: list[str], tiny_model: Path, calibration_text: Path,
+    tmp_path: Path, quantkit: Run,
 ) -> None:  # fmt: skip
     damage(tiny_model)
     out = tmp_path / "out"

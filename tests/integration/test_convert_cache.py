@@ -1,4 +1,7 @@
-"""convert --kv-bits, --kv-scales, --kv-budget: what is measured, chosen, stored and reported; on originals and on quantized models."""
+"""convert --kv-bits, --kv-scales, --kv-budget: what is measured, chosen, stored and reported.
+
+On originals and on quantized models.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Converting on a device that is not the CPU (``pretend``): everything is where it should be, and the results are the CPU's."""
+"""Converting on a device that is not the CPU (``pretend``).
+
+Everything is where it should be, and the results are the CPU's.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def convert(source: Path, out: Path, text: Path, device: str, **options: Any) ->
 
 
 def equal_codes(a: Path, b: Path, within: str = "") -> float:
-    """Share of codes that are equal, of modules with ``within`` in their name; what is not quantized must be equal anyway."""
+    """Share of codes that are equal, of modules with ``within`` in their name.
+
+    What is not quantized must be equal anyway.
+    """
     sources = [open_source(folder) for folder in (a, b)]
     left, right = (QuantizedReader(source) for source in sources)
     assert left.modules.keys() == right.modules.keys()
@@ -69,8 +75,8 @@ def test_the_same_codes_are_written_as_on_the_cpu(
     for device in ("cpu", "cuda"):
         exact = {} if device == "cuda" or options["method"] == "rtn" else {"matmul_precision": "float32"}
         convert(tiny_original, tmp_path / device, calibration_text, device, **options, **exact)
-    # Attention is put together differently, and sums are float32: the last bits of a statistic differ. A code that falls on
-    # the other side changes what the next block sees, so differences grow from block to block.
+    # Attention is put together differently, and sums are float32: the last bits of a statistic differ. A code that
+    # falls on the other side changes what the next block sees, so differences grow from block to block.
     assert equal_codes(tmp_path / "cpu", tmp_path / "cuda", "layers.0.") > 0.999
     assert equal_codes(tmp_path / "cpu", tmp_path / "cuda") > 0.99
     manifests = [json.loads((tmp_path / device / "quantkit.json").read_text()) for device in ("cpu", "cuda")]

@@ -193,8 +193,8 @@ def test_the_pass_is_told_in_report_and_manifest(
     tiny_original: Path, calibration_text: Path, tmp_path: Path, quantkit: Callable[..., Any]
 ) -> None:
     run = quantkit(
-        "convert", tiny_original, "--out", tmp_path / "out", "--method", "rtn", "--bits", 3, "--group-size", 32, "--format", "native",
-        "--calibration", calibration_text, "--seq-len", 64, "--distil", 8,
+        "convert", tiny_original, "--out", tmp_path / "out", "--method", "rtn", "--bits", 3, "--group-size", 32,
+        "--format", "native", "--calibration", calibration_text, "--seq-len", 64, "--distil", 8,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "distilled divergence on windows kept back (1) " in run.stdout
@@ -222,8 +222,14 @@ def test_a_text_too_short_for_both_is_refused_with_both_numbers(
 ) -> None:
     with pytest.raises(RequestError, match="--samples 8 and --distil 5000 more are asked"):
         quantkit.convert(
-            tiny_original, tmp_path / "out", method="awq", calibration=str(calibration_text), samples=8, seq_len=32, distil=5000
-        )  # fmt: skip
+            tiny_original,
+            tmp_path / "out",
+            method="awq",
+            calibration=str(calibration_text),
+            samples=8,
+            seq_len=32,
+            distil=5000,
+        )
 
 
 @pytest.mark.usefixtures("fast")
@@ -264,7 +270,9 @@ def deltas(work: Any) -> dict[str, Any]:
 
 
 def whole_model_gradients(work: Any) -> dict[str, torch.Tensor]:
-    """Of the first step's divergence, for every delta: by the model's own forward, in one graph. What the pass must have gathered.
+    """The gradients that the pass must have gathered, by the model's own forward, in one graph.
+
+    They are those of the first step's divergence, for every delta.
 
     Weights are made by the formula: ``(codes - zero) * scale * exp(delta)`` and ``w + unit * delta``.
     """
@@ -306,8 +314,13 @@ def whole_model_gradients(work: Any) -> dict[str, torch.Tensor]:
     ids=["llama, tied matrix at 8 bits", "gemma2", "falcon", "qwen3_moe"],
 )
 def test_gradients_gathered_block_by_block_are_those_of_the_whole_model(
-    name: str, rules: tuple[str, ...], tiny_original: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    name: str,
+    rules: tuple[str, ...],
+    tiny_original: Path,
+    calibration_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two windows a step, logits in parts, and deltas that are not 0."""
     from transformers import AutoTokenizer
 

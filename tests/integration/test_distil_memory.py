@@ -60,8 +60,8 @@ def test_the_plan_foretells_what_distilling_takes_with_and_without_a_quantized_h
 
     def share() -> float:
         quantkit.convert(
-            wide, tmp_path / f"out-{len(shares)}", method="rtn", scales="minmax", format="native", rules=rules, distil=8,
-            seq_len=32, calibration=str(calibration_text),
+            wide, tmp_path / f"out-{len(shares)}", method="rtn", scales="minmax", format="native", rules=rules,
+            distil=8, seq_len=32, calibration=str(calibration_text),
         )  # fmt: skip
         return shares[-1]
 

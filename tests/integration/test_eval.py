@@ -1,4 +1,7 @@
-"""``quantkit eval`` on tiny models: against transformers' own losses, against itself, and on requests that are wrong."""
+"""``quantkit eval`` on tiny models.
+
+Against transformers' own losses, against itself, and on requests that are wrong.
+"""
 
 from __future__ import annotations
 

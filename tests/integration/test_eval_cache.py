@@ -1,4 +1,7 @@
-"""``quantkit eval --kv-bits``: the quantized cache is really read, and what it costs is told by position, by planted facts and by greedy text."""
+"""``quantkit eval --kv-bits``: the quantized cache is really read.
+
+What it costs is told by position, by planted facts and by greedy text.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,10 @@ def test_any_model_is_measured_with_a_quantized_cache(
 def test_a_poisoned_page_moves_the_loss_of_every_later_token_and_of_none_before(
     tiny_original: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of a packed page of one layer are flipped after 128 tokens: attention must have read them for anything to change."""
+    """Bytes of a packed page of one layer are flipped after 128 tokens.
+
+    Attention must have read them for anything to change.
+    """
     model = quantkit.load(tiny_original, dtype="float32", dequantize=True, kv_bits=4)
     windows = prepare(tiny_original, data=str(text), seq_len=SEQ_LEN, tokens=SEQ_LEN).windows
     clean = token_losses(model, windows)[0]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).with_name("full_disk.py")
-# At 4 kB the next record of a block fails, at 48 kB the states or the plain tensors, then the files beside, then the shard.
+# At 4 kB the next record of a block fails, at 48 kB the states or the plain tensors, then the files
+# beside, then the shard.
 CASES = [("both", 4096), ("both", 49152), ("work", 4096), ("out", 4096), ("out", 49152), ("repack", 4096)]
 ROOMS = range(0, 400_000, 20_000)
 EVERYWHERE = [(what, room) for what in ("both", "work", "out", "repack") for room in ROOMS]
@@ -91,8 +92,10 @@ def test_a_disk_may_fill_up_at_any_step(
 ) -> None:
     folder = tmp_path_factory.mktemp("disk")
     found = run(folder, tiny_original, calibration_text, EVERYWHERE)
-    errors = {what: {one["error"]["text"].partition(":")[0] for name, one in found.items() if what in name and one["error"]}
-              for what in ("both", "work", "out", "repack")}  # fmt: skip
+    errors = {
+        what: {one["error"]["text"].partition(":")[0] for name, one in found.items() if what in name and one["error"]}
+        for what in ("both", "work", "out", "repack")
+    }
     print(errors)
     for what, room in EVERYWHERE:
         check(folder, what, room, found[f"{what}-{room}"])

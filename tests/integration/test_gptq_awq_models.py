@@ -51,7 +51,7 @@ def test_gptq_writes_its_config_twice_and_rules_for_layers_of_other_group_sizes(
     assert json.loads((out / "quantize_config.json").read_text()) == config
     assert config["dynamic"] == {r"+:^model\.layers\.(?:0|1|2)\.mlp\.down_proj$": {"group_size": 32}}
     reader = QuantizedReader(open_source(out))
-    sizes = {name.rpartition(".")[2]: reader.module(name).scheme.group_size for name in reader.modules}  # type: ignore[union-attr]
+    sizes = {name.rpartition(".")[2]: reader.module(name).scheme.group_size for name in reader.modules}
     assert sizes["down_proj"] == 32
     assert {size for name, size in sizes.items() if name != "down_proj"} == {64}
 
@@ -61,7 +61,11 @@ def test_strict_groups_refuses_another_size_and_names_one_that_divides(
     form: str, tiny_original: Path, tmp_path: Path
 ) -> None:
     asked: dict[str, Any] = dict(format=form, strict_groups=True, **RTN)
-    with pytest.raises(QuantkitError, match=r"96 inputs are no multiple of 64: .* --strict-groups forbids it\. Use --group-size 32, which divides all"):  # fmt: skip
+    with pytest.raises(
+        QuantkitError,
+        match=r"96 inputs are no multiple of 64: .* --strict-groups forbids it\. "
+        r"Use --group-size 32, which divides all",
+    ):
         qk.convert(tiny_original, tmp_path / "out", group_size=64, **asked)
     assert not (tmp_path / "out").exists()
     report = qk.convert(tiny_original, tmp_path / "out", group_size=32, **asked)
@@ -69,7 +73,7 @@ def test_strict_groups_refuses_another_size_and_names_one_that_divides(
 
 
 def test_awq_uses_one_group_size_for_all_layers_and_says_so(tiny_original: Path, tmp_path: Path) -> None:
-    plan = make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", format="awq", group_size=64, **RTN))  # type: ignore[arg-type]
+    plan = make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", format="awq", group_size=64, **RTN))
     assert not plan.problems
     assert {target.scheme.group_size for target in plan.targets.values()} == {32}
     notes = "\n".join(plan.warnings)

@@ -1,5 +1,8 @@
-"""What goes with GPTQ: AWQ's channel factors before it (``--fold``, which preset balanced sets), targets of the original's inputs
-(``--gptaq``), tokens that count by what they mean (``--guided``, in balanced too)."""
+"""What goes with GPTQ: AWQ's channel factors, the original's inputs, tokens that count by what they mean.
+
+Factors come before it (``--fold``, which preset balanced sets); targets are of the original's inputs with ``--gptaq``;
+tokens count by what they mean with ``--guided``, in balanced too.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,8 @@ def test_channels_are_scaled_only_if_asked_for(tiny_original: Path, calibration_
     losses = {}
     for fold in (False, True):
         report = quantkit.convert(
-            tiny_original, out=tmp_path / f"fold-{fold}", method="gptq", bits=3, group_size=32, format="native", fold=fold,
-            calibration=str(calibration_text), samples=4, seq_len=64,
+            tiny_original, out=tmp_path / f"fold-{fold}", method="gptq", bits=3, group_size=32, format="native",
+            fold=fold, calibration=str(calibration_text), samples=4, seq_len=64,
         )  # fmt: skip
         same = torch.equal(open_source(tmp_path / f"fold-{fold}").read(NORM), open_source(tiny_original).read(NORM))
         assert same == (not fold)
@@ -50,7 +53,7 @@ def test_fold_beside_another_method_is_refused(tiny_original: Path, tmp_path: Pa
 def inputs_of_block_1(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Every linear's inputs there, float32 [tokens, in], by name."""
     seen: dict[str, torch.Tensor] = {}
-    linears = {n: m for n, m in model.model.layers[1].named_modules() if isinstance(m, torch.nn.Linear)}  # type: ignore[union-attr,index]
+    linears = {n: m for n, m in model.model.layers[1].named_modules() if isinstance(m, torch.nn.Linear)}
     hooks = [
         linear.register_forward_pre_hook(lambda m, args, n=name: seen.update({n: args[0].flatten(0, 1)}))
         for name, linear in linears.items()
@@ -65,7 +68,10 @@ def inputs_of_block_1(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, to
 def test_gptaq_brings_outputs_nearer_to_those_of_the_original_inputs(
     tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    """Block 0 sees the original's inputs and comes out the same; in block 1 every linear's output is nearer to what the original has there."""
+    """Block 0 sees the original's inputs and comes out the same.
+
+    In block 1 every linear's output is nearer to what the original has there.
+    """
     original = quantkit.load(tiny_original, device="cpu", dtype="float32").module
     ids = load_windows(
         str(calibration_text), load_tokenizer(open_source(tiny_original)), samples=8, seq_len=64, seed=0, vocab_size=512
@@ -75,8 +81,8 @@ def test_gptaq_brings_outputs_nearer_to_those_of_the_original_inputs(
     first: dict[bool, dict[str, torch.Tensor]] = {}
     for gptaq in (False, True):
         quantkit.convert(
-            tiny_original, out=tmp_path / f"{gptaq}", method="gptq", bits=3, group_size=32, format="native", gptaq=gptaq,
-            calibration=str(calibration_text), samples=8, seq_len=64, matmul_precision="float32",
+            tiny_original, out=tmp_path / f"{gptaq}", method="gptq", bits=3, group_size=32, format="native",
+            gptaq=gptaq, calibration=str(calibration_text), samples=8, seq_len=64, matmul_precision="float32",
         )  # fmt: skip
         quantized = quantkit.load(tmp_path / f"{gptaq}", device="cpu", dtype="float32", dequantize=True).module
         first[gptaq] = dict(quantized.model.layers[0].state_dict())

@@ -1,4 +1,7 @@
-"""``--guided``: tokens count by what they mean to the model's output. What GPTQ is given, against autograd through the whole model; stopped jobs; experts."""
+"""``--guided``: tokens count by what they mean to the model's output.
+
+What GPTQ is given, against autograd through the whole model; stopped jobs; experts.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,25 @@ from quantkit.convert.plan.plan import make_plan
 from quantkit.convert.results import InputGroup
 from quantkit.convert.stages import sensitivity
 
-SHORT: dict[str, Any] = dict(method="gptq", bits=4, group_size=32, format="native", samples=6, seq_len=48, guided=True, matmul_precision="float32")  # fmt: skip
-LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+SHORT: dict[str, Any] = dict(
+    method="gptq",
+    bits=4,
+    group_size=32,
+    format="native",
+    samples=6,
+    seq_len=48,
+    guided=True,
+    matmul_precision="float32",
+)
+LINEARS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 
 
 def given_to_gptq(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[InputGroup]]:
@@ -45,7 +65,10 @@ def given_to_gptq(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[InputGroup]
 def one_window(
     model: Any, ids: torch.Tensor, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """States in front of the first block, what its linears read, and the mean square of the gradients at their outputs, of labels drawn by ``uniform``."""
+    """States in front of the first block, what its linears read, and the mean square of gradients.
+
+    The gradients are those at the linears' outputs, of labels drawn by ``uniform``.
+    """
     outputs: dict[str, torch.Tensor] = {}
     reads: dict[str, torch.Tensor] = {}
 
@@ -53,7 +76,10 @@ def one_window(
         reads[name], outputs[name] = read.detach(), output
 
     linears = [model.model.layers[0].get_submodule(name) for name in LINEARS]
-    hooks = [one.register_forward_hook(lambda m, a, o, n=n: keep(n, a[0], o)) for n, one in zip(LINEARS, linears, strict=True)]  # fmt: skip
+    hooks = [
+        one.register_forward_hook(lambda m, a, o, n=n: keep(n, a[0], o))
+        for n, one in zip(LINEARS, linears, strict=True)
+    ]
     start = model.get_input_embeddings()(ids[None]).detach().requires_grad_(True)
     logits = model(inputs_embeds=start, use_cache=False).logits[0]
     for hook in hooks:
@@ -127,9 +153,16 @@ def test_experts_tokens_count_alike_and_those_of_all_other_linears_do_not(
     for guided in (False, True):
         with monkeypatch.context() as patch:
             groups = given_to_gptq(patch)
-            quantkit.convert(tmp_path / "source", out=tmp_path / f"{guided}", calibration=str(calibration_text), **{**SHORT, "guided": guided})  # fmt: skip
+            quantkit.convert(
+                tmp_path / "source",
+                out=tmp_path / f"{guided}",
+                calibration=str(calibration_text),
+                **{**SHORT, "guided": guided},
+            )
             found[guided] = groups["model.layers.0"]
-    blocks = make_plan(ConvertOptions(str(tmp_path / "source"), tmp_path / "plan", calibration=str(calibration_text), **SHORT)).blocks  # fmt: skip
+    blocks = make_plan(
+        ConvertOptions(str(tmp_path / "source"), tmp_path / "plan", calibration=str(calibration_text), **SHORT)
+    ).blocks
     one = 2 * 33 + 5 * 36  # attention's four linears and the router, no experts
     assert guide_bytes(32, blocks) == len(blocks) * 8 * one
     for plain, weighted in zip(found[False], found[True], strict=True):
@@ -152,10 +185,14 @@ def test_linears_beside_one_that_is_kept_are_weighed_and_where_nothing_is_known_
     for guided in (False, True):
         with monkeypatch.context() as patch:
             groups = given_to_gptq(patch)
-            report = quantkit.convert(tiny_original, out=tmp_path / f"{guided}", calibration=str(calibration_text),
-                                      **{**SHORT, "guided": guided, "rules": ["*.v_proj=keep"] if kept == "rule" else []})  # fmt: skip
+            report = quantkit.convert(
+                tiny_original,
+                out=tmp_path / f"{guided}",
+                calibration=str(calibration_text),
+                **{**SHORT, "guided": guided, "rules": ["*.v_proj=keep"] if kept == "rule" else []},
+            )
             hessians[guided] = {group.names: group.hessian for group in groups["model.layers.0"]}
-    same = [torch.equal(hessians[False][names], hessians[True][names]) for names in hessians[True]]  # type: ignore[arg-type]
+    same = [torch.equal(hessians[False][names], hessians[True][names]) for names in hessians[True]]
     assert same == [kept == "none"] * 4
     told = [note for note in report.notes if "every token counts the same for" in note]
     assert len(told) == (kept == "none")
@@ -189,8 +226,10 @@ def test_the_prediction_counts_what_measuring_takes(
 ) -> None:
     common: dict[str, Any] = {**SHORT, "calibration": str(calibration_text)}
     phases = {
-        guided: make_plan(ConvertOptions(str(tiny_original), tmp_path / "out", **{**common, "guided": guided})).prediction.phases
+        guided: make_plan(
+            ConvertOptions(str(tiny_original), tmp_path / "out", **{**common, "guided": guided})
+        ).prediction.phases
         for guided in (False, True)
-    }  # fmt: skip
+    }
     assert "measure" in phases[True]
     assert "measure" not in phases[False]

@@ -1,4 +1,7 @@
-"""Head and embeddings quantized by a rule: tied and untied, every format that holds them, loading, evaluating, refusals."""
+"""Head and embeddings quantized by a rule, tied and untied.
+
+Every format that holds them, loading, evaluating, refusals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SIGKILL at every rename and at seeded random moments, for every method and architecture: the resumed job gives the same bytes."""
+"""SIGKILL at every rename and at seeded random moments: the resumed job gives the same bytes.
+
+For every method and architecture.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,10 @@ def test_a_job_killed_at_each_rename_ends_with_the_same_bytes(
 def test_a_job_that_chooses_bits_killed_at_each_rename_ends_with_the_same_bytes(
     killer: Killer, tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
-    """What was measured before the first block, what was chosen by it, and the report that tells both outlive the kill."""
+    """What was measured before the first block outlives the kill.
+
+    So do what was chosen by it, and the report that tells both.
+    """
     options: dict[str, Any] = dict(method="rtn", target_bpw=6.0, format="native")
     found = killer(tmp_path / "k", tiny_original, calibration_text, moments=0, hard=1, **options)
     assert found["events"].count("os.rename") >= 10  # the measurement, 3 blocks, head and embeddings, job, output
@@ -121,10 +127,13 @@ def test_every_architecture_and_method_survives_kills_at_each_rename_and_at_20_r
         ("mixtral", dict(method="awq", kv_bits=8)),
         ("gpt_oss", dict(method="gptq", kv_bits=4)),
         ("llama", dict(method="gptq", fold=True, guided=True, gptaq=True)),
-        ("llama", dict(method="gptq", rules=["lm_head=bits:8", "*.down_proj=bits:8", "*.o_proj=keep"], calibration="self")),
-        ("llama", dict(method="awq", rules=["lm_head=bits:8", "model.embed_tokens=bits:8"], calibration="self", kv_bits=8)),
+        ("llama",
+         dict(method="gptq", rules=["lm_head=bits:8", "*.down_proj=bits:8", "*.o_proj=keep"], calibration="self")),
+        ("llama",
+         dict(method="awq", rules=["lm_head=bits:8", "model.embed_tokens=bits:8"], calibration="self", kv_bits=8)),
     ],
-    ids=["mixtral-awq-kv8", "gpt_oss-gptq-kv4", "llama-guided-gptaq", "llama-gptq-rules-self", "llama-awq-rules-self-kv8"],
+    ids=["mixtral-awq-kv8", "gpt_oss-gptq-kv4", "llama-guided-gptaq", "llama-gptq-rules-self",
+         "llama-awq-rules-self-kv8"],
 )  # fmt: skip
 def test_kv_scales_rules_and_text_of_its_own_survive_kills(
     name: str,

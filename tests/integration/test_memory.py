@@ -1,4 +1,4 @@
-"""A whole conversion in a fresh process: the peak of its memory is within the promised factor of what its plan predicted.
+"""A whole conversion in a fresh process: its peak of memory is within the promised factor of the prediction.
 
 ``eval/memory.py`` measures the same for real models. This model has wide linears, so that most of the peak is what the
 conversion takes, not the interpreter and torch.
@@ -37,7 +37,8 @@ def wide_model(tiny_original: Path, tmp_path_factory: pytest.TempPathFactory) ->
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "llama", vocab_size=json.loads((tiny_original / "config.json").read_text())["vocab_size"], hidden_size=768,
-        intermediate_size=2560, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
+        intermediate_size=2560, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=4,
+        tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(folder)
     for file in tiny_original.glob("*token*"):

@@ -47,7 +47,10 @@ def test_the_plan_shows_what_a_preset_stands_for(
 def test_the_plan_says_whether_head_and_embeddings_are_among_what_is_kept(
     rules: tuple[str, ...], among: bool, tiny_original: Path, tmp_path: Path, quantkit: Callable[..., Any]
 ) -> None:
-    done = quantkit("convert", tiny_original, "--out", tmp_path / "out", "--preset", "fast", "--group-size", 32, *rules, "--format", "native", "--dry-run")  # fmt: skip
+    done = quantkit(
+        "convert", tiny_original, "--out", tmp_path / "out", "--preset", "fast", "--group-size", 32, *rules,
+        "--format", "native", "--dry-run",
+    )  # fmt: skip
     assert ("head and embeddings among them" in done.stdout) == among, done.stdout + done.stderr
 
 

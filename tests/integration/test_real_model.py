@@ -73,7 +73,10 @@ def test_stepping_a_real_model_equals_its_own_forward() -> None:
 
 
 def test_a_conversion_takes_the_memory_that_was_foretold(tmp_path: Path, quantkit: Callable[..., Any]) -> None:
-    """Over the whole process: interpreter, libraries and every phase; a quarter too much or too little is too far off."""
+    """Over the whole process: interpreter, libraries and every phase.
+
+    A quarter too much or too little is too far off.
+    """
     shares: list[float] = []
 
     def share() -> float:

@@ -45,8 +45,8 @@ def test_a_killed_job_that_replaces_a_model_ends_with_the_same_bytes(
         "    if 'partial' in self.name: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return rename(self, target)\n"
         "Path.rename = killed\n"
-        f"quantkit.convert({str(tiny_original)!r}, out={str(out)!r}, calibration={str(calibration_text)!r}, overwrite=True, "
-        f"**{SMALL!r})\n"
+        f"quantkit.convert({str(tiny_original)!r}, out={str(out)!r}, "
+        f"calibration={str(calibration_text)!r}, overwrite=True, **{SMALL!r})\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert not out.exists()  # killed between two renames: the one moment in which the name points nowhere
@@ -137,7 +137,7 @@ def test_the_original_models_states_are_taken_up_beside_the_quantized_ones(
     observe = observe_stage.observe
 
     def watched(*args: Any) -> Any:
-        seen.append(tuple(hashlib.sha256(b"".join(s.numpy().tobytes() for s in args[i])).hexdigest() for i in (1, 5)))  # type: ignore[arg-type]
+        seen.append(tuple(hashlib.sha256(b"".join(s.numpy().tobytes() for s in args[i])).hexdigest() for i in (1, 5)))
         return observe(*args)
 
     monkeypatch.setattr(observe_stage, "observe", watched)
@@ -371,8 +371,11 @@ def test_an_interrupted_command_says_how_to_go_on(
     command = ["convert", str(tiny_original), "--out", str(out), "--calibration", str(calibration_text)]
     command += ["--group-size", "32", "--samples", "4", "--seq-len", "32"]
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPT, str(block), str(int(number)), *command], check=False, capture_output=True, text=True
-    )  # fmt: skip
+        [sys.executable, "-c", INTERRUPT, str(block), str(int(number)), *command],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 130
     assert done.stdout == ""
     assert done.stderr.strip().startswith("Error: Interrupted.")
@@ -386,7 +389,7 @@ def test_an_interrupted_command_says_how_to_go_on(
 def test_a_file_that_cannot_grow_stops_the_job_cleanly(limit: int, convert: Convert, tmp_path: Path) -> None:
     """Files beyond ``limit`` bytes cannot be written. A really full disk: test_full_disk.py.
 
-    10 kB is less than a block's part, 25 kB than the states, 40 kB than the plain tensors, 60 kB than the assembled file.
+    10 kB is less than a block's part, 25 kB than the states, 40 kB than the plain tensors, 60 kB than the whole file.
     """
     convert()
     wanted = digest(tmp_path / "out")

@@ -1,4 +1,7 @@
-"""``--rotate``: the rotated model is what is quantized; proved first, named in what is written, refused where it cannot be."""
+"""``--rotate``: the rotated model is what is quantized.
+
+It is proved first, named in what is written, and refused where it cannot be.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,8 @@ def test_eight_bits_of_the_rotated_model_compute_nearly_what_the_original_does(
 
 def test_factors_and_a_quantized_head_go_on_top(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
     report = quantkit.convert(
-        tiny_original, tmp_path / "out", preset="balanced", bits=8, group_size=None, symmetric=True, format="native", rotate=True,
-        rules=("lm_head=bits:8",), calibration=str(calibration_text), samples=2, seq_len=64,
+        tiny_original, tmp_path / "out", preset="balanced", bits=8, group_size=None, symmetric=True, format="native",
+        rotate=True, rules=("lm_head=bits:8",), calibration=str(calibration_text), samples=2, seq_len=64,
     )  # fmt: skip
     assert "lm_head" in {layer.name for layer in report.layers}
     before = logits(tiny_original)

@@ -1,4 +1,7 @@
-"""``--calibration self``: the model writes its calibration text, the same for the same seed, and only as much as helps."""
+"""``--calibration self``: the model writes its calibration text.
+
+The same for the same seed, and only as much as helps.
+"""
 
 from __future__ import annotations
 

@@ -21,14 +21,22 @@ def test_the_written_model_continues_the_calibration_text(
     tiny_original: Path, calibration_text: Path, tmp_path: Path
 ) -> None:
     report = qk.convert(
-        tiny_original, out=tmp_path / "out", calibration=str(calibration_text), samples=2, seq_len=32, group_size=32, kv_bits=8
-    )  # fmt: skip
+        tiny_original,
+        out=tmp_path / "out",
+        calibration=str(calibration_text),
+        samples=2,
+        seq_len=32,
+        group_size=32,
+        kv_bits=8,
+    )
     assert report.sample is not None
     assert report.sample["prompt"] in calibration_text.read_text()
     model = qk.load(tmp_path / "out")
     ids = make_plan(
-        ConvertOptions(str(tiny_original), tmp_path / "x", calibration=str(calibration_text), samples=2, seq_len=32, group_size=32)
-    ).inputs.calibration.ids[0, :16]  # type: ignore[union-attr]  # fmt: skip
+        ConvertOptions(
+            str(tiny_original), tmp_path / "x", calibration=str(calibration_text), samples=2, seq_len=32, group_size=32
+        )
+    ).inputs.calibration.ids[0, :16]  # type: ignore[union-attr]
     assert report.sample["text"].startswith(model.tokenizer.decode(int(model(ids[None])[0, -1].argmax())))
     assert "  sample    " in report.table()
 

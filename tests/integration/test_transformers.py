@@ -1,4 +1,7 @@
-"""``import quantkit.hf``: transformers loads native folders with quantkit's layers, and computes what quantkit computes."""
+"""``import quantkit.hf``: transformers loads native folders with quantkit's layers.
+
+It computes what quantkit computes.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,8 @@ def both(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     "options",
     [
         dict(bits=3),
-        dict(bits=5, symmetric=True, rules=["*down_proj=bits:8,group:channel", "*q_proj=keep", "*k_proj=keep", "*v_proj=keep"]),
+        dict(bits=5, symmetric=True,
+             rules=["*down_proj=bits:8,group:channel", "*q_proj=keep", "*k_proj=keep", "*v_proj=keep"]),
         dict(rules=["lm_head=bits:8"]),
         dict(activations="int8", bits=8, group_size=None, symmetric=True),
     ],

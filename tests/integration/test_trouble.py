@@ -59,7 +59,8 @@ def test_a_spoiled_token_is_left_out_and_every_layer_it_reached_is_named(
     assert all(layer.tokens + layer.dropped_tokens == 256 for layer in report.layers)
     assert dropped["model.layers.0.self_attn.q_proj"] == (0 if value == 1e30 else 1)  # the norm tames a large one
     if value != 1e30:
-        # inside attention it reaches the tokens after it (and, through 0 x NaN, may reach those before it), in its window
+        # inside attention it reaches the tokens after it (and, through 0 x NaN, may reach those before it), in its
+        # window
         assert 11 <= dropped["model.layers.0.self_attn.o_proj"] <= 16
         assert 11 <= dropped["model.layers.2.mlp.down_proj"] <= 16
         assert "trouble   model.layers.0.self_attn.q_proj and 2 more: 1 of 256 calibration tokens" in report.table()

@@ -35,7 +35,9 @@ def first_block_error(original: Path, written: Path, text: Path, channels: torch
     outputs: list[list[torch.Tensor]] = [[], []]
     for model, seen in zip(both, outputs, strict=True):
         block = model.model.layers[0]
-        block.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out[0] if isinstance(out, tuple) else out))  # fmt: skip
+        block.register_forward_hook(
+            lambda module, args, out, seen=seen: seen.append(out[0] if isinstance(out, tuple) else out)
+        )
         with torch.no_grad():
             for i in (0, 8):
                 model(input_ids=ids[i : i + 1], use_cache=False)

@@ -1,7 +1,7 @@
 """gptq and awq folders between quantkit and GPTQModel 7.6, in an environment of its own (made here, through pip).
 
-GPTQModel is what transformers loads gptq and awq with. It runs half precision only; logits are compared at that precision.
-QUANTKIT_GPTQMODEL_PYTHON may name the interpreter of such an environment that exists already.
+GPTQModel is what transformers loads gptq and awq with. It runs half precision only; logits are compared at that
+precision. QUANTKIT_GPTQMODEL_PYTHON may name the interpreter of such an environment that exists already.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What we write, loaded by transformers 5.17 and its compressed-tensors library in an environment of their own.
 
-5.17 is the oldest version that the GPU machines of this project run; the environment that runs the other tests has the newest.
+5.17 is the oldest version that the GPU machines of this project run; the environment that runs the other tests has the
+newest.
 """
 
 from __future__ import annotations
