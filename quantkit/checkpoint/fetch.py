@@ -229,14 +229,14 @@ def _build(name: str, entry: CatalogueEntry, wheels: list[Path], folder: Path) -
         for file, text in BUILDERS[name](_members(wheels, entry.members)).items():
             (folder / file).write_bytes(text.encode("utf-8"))
     for file, expected in entry.files.items():
+        (folder / file).chmod(0o600)
         _check(f"{name}: {file}", file_sha256(folder / file), expected)
     record = {
         "name": name, "about": entry.about, "licence": entry.licence, "packages": entry.packages,
         "sha256": entry.files, "bytes": {file: (folder / file).stat().st_size for file in entry.files},
     }  # fmt: skip
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    for path in folder.iterdir():
-        path.chmod(0o600)
+    (folder / RECORD).chmod(0o600)
 
 
 def _join(wheels: list[Path], parts: list[str], out: Path) -> None:
