@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.foreign_files.fields import read_json
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import check_output
 from quantkit.convert.options.kv_request import label_words
@@ -23,7 +23,7 @@ from quantkit.convert.repack.structure import Structure, structure_of
 from quantkit.core.kvscheme import KVPlan
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, RequestError
+from quantkit.errors import CheckpointError, RequestError, SourceError
 from quantkit.formats import writer_format
 from quantkit.formats.interface import CheckpointLayout, Format
 from quantkit.formats.kv_scales import read_kv_plan
@@ -325,8 +325,12 @@ def read_manifest(source: Source) -> dict[str, Any]:
     Raises CheckpointError if the file cannot be read.
     """
     path = source.path / "quantkit.json"
+    remedy = "Remove it to repack without its history."
     try:
-        data = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}). Remove it to repack without its history.") from error
-    return data if isinstance(data, dict) else {}
+        data = read_json(path) if path.is_file() else {}
+    except SourceError as error:
+        raise CheckpointError(f"{error} {remedy}") from error
+    options = data.get("options", {})
+    if not isinstance(options, dict) or not isinstance(options.get("method"), str | None):
+        raise CheckpointError(f"{path}: its options are none of quantkit's. {remedy}")
+    return data
