@@ -36,7 +36,8 @@ _CAP = Real(1e-3, 1e9)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(LAYERS, Whole(1, MOST_LAYERS)),
-    **dict.fromkeys((*WIDTHS, "head_dim", "word_embed_proj_dim"), _SIZE),
+    **dict.fromkeys((*WIDTHS, "word_embed_proj_dim"), Whole(1, MOST_WIDTH)),
+    "head_dim": _SIZE,
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_kv_heads"), _SIZE),
     **dict.fromkeys(INNER, Several(Whole(0, 1 << 24), alone=True)),
     **dict.fromkeys((*EXPERTS, "num_experts_per_tok", "moe_topk", "num_shared_experts", "n_shared_experts"), _COUNT),
@@ -94,8 +95,8 @@ def check_claims(config: Mapping[str, Any], sizes: Sequence[int], where: str) ->
     layers, width = _largest(config, LAYERS), _largest(config, WIDTHS)
     if layers > max(len(sizes), FEW_LAYERS):
         raise SourceError(
-            f"{where}: config.json claims {layers} layers, but the checkpoint has {len(sizes)} tensors. Weights and"
-            " config belong to different models: download both again."
+            f"{where}: config.json claims {layers} layers (num_hidden_layers), but the checkpoint has {len(sizes)}"
+            " tensors. Weights and config belong to different models: download both again."
         )
     most = max(WEIGHTS_PER_BYTE * sum(sizes), FEW_WEIGHTS)
     for name in ("vocab_size", *INNER, *LAYERS):
