@@ -171,11 +171,12 @@ class LayerScales:
             positive = name.endswith("scale")
             if not bool(torch.isfinite(value).all()) or (positive and bool((value <= 0).any())):
                 raise CheckpointError(f"{name} holds a value that is not finite{' and positive' if positive else ''}")
-            extremes = float(value.abs().amin()) if positive else 1.0, float(value.abs().amax())
-            if value.numel() and not SMALLEST_SCALE <= extremes[0] <= extremes[1] <= LARGEST_SCALE:
-                raise CheckpointError(
-                    f"{name} holds {extremes[extremes[1] > LARGEST_SCALE]:.4g}; keys and values that need it are absurd"
-                )
+            # A low end may be any number, 0 too; a scale must be large enough to divide by.
+            least = float(value.amin()) if positive and value.numel() else SMALLEST_SCALE
+            most = float(value.abs().amax()) if value.numel() else SMALLEST_SCALE
+            if most > LARGEST_SCALE or least < SMALLEST_SCALE:
+                shown = most if most > LARGEST_SCALE else least
+                raise CheckpointError(f"{name} holds {shown:.4g}; keys and values that need it are absurd")
 
 
 SCALE_NAMES = ("k_scale", "k_low", "v_scale", "v_low")

@@ -130,3 +130,10 @@ def test_a_plan_without_the_scales_it_needs_is_not_written(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="lacks the static scales"):
         write_kv_plan(tmp_path, plan(static={}).with_scales("static"))
     assert not list(tmp_path.iterdir())
+
+
+def test_low_ends_below_one_are_ordinary() -> None:
+    scale, low = torch.full((2, 8), 0.01), torch.full((2, 8), -0.3)
+    LayerScales(scale, low, scale, torch.zeros(2, 8))
+    with pytest.raises(CheckpointError, match="v_low holds 1e\\+38"):
+        LayerScales(scale, low, scale, torch.full((2, 8), 1e38))
