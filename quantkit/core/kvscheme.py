@@ -20,6 +20,7 @@ KV_BITS = (16, 8, 4, 3, 2)
 PAGE_TOKENS = 64  # tokens of a page: keys of one channel share a scale along them
 # Keys and values of trained models stay below 1,000; below the smallest normal float32 a scale is 0 in some kernels.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**15
+MOST_RECENT = 1 << 24  # newest tokens at 16 bits: longer than any context
 FIRST_EXACT = 4  # attention sinks: keys unlike all others, which everything attends to
 _PAIR = re.compile(r"k(\d+)v(\d+)")
 
@@ -62,9 +63,9 @@ class KVScheme:
             raise RequestError(f"kv_scales=fp8 with kv_bits={self.label}: fp8 has 8 bits; use --kv-bits fp8.")
         if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 1:
             raise RequestError(f"kv group_size={self.group_size}: a positive number of channels (64).")
-        if self.recent < 1 or not 0 <= self.first < PAGE_TOKENS:
+        if not 1 <= self.recent <= MOST_RECENT or not 0 <= self.first < PAGE_TOKENS:
             raise RequestError(
-                f"kv recent={self.recent}, first={self.first}: at least 1 newest token, and less than {PAGE_TOKENS}"
+                f"kv recent={self.recent}, first={self.first}: 1 to {MOST_RECENT} newest, less than {PAGE_TOKENS}"
                 " first ones."
             )
 

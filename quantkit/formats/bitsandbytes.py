@@ -107,6 +107,7 @@ def _four_bit(parts: Mapping[str, Tensor]) -> BlockTensor:
         reason = f"{type(error).__name__}: {str(error)[:200]}"
         raise CheckpointError(f"{state_name} does not describe a 4-bit matrix ({reason})") from error
     raw = {name: tensor for name, tensor in parts.items() if name != state_name}
+    _check_state(state_name, raw, (rows, cols, block), nested_block, offset)
     packed, blocks = raw["weight"], math.ceil(rows * cols / block)
     if (
         packed.dtype != torch.uint8
@@ -126,6 +127,22 @@ def _four_bit(parts: Mapping[str, Tensor]) -> BlockTensor:
 
     along_rows = cols % block == 0 or block % cols == 0  # else a block ends within a row
     return BlockTensor(kind, raw, (rows, cols), _stored_bits(raw), decode, look_up if along_rows else None)
+
+
+def _check_state(
+    name: str, raw: Mapping[str, Tensor], sizes: tuple[int, int, int], nested_block: int, offset: float
+) -> None:
+    """Raise CheckpointError for sizes that are none, and tables that do not have an entry for every code."""
+    if min(sizes) < 1 or (NESTED[0] in raw and nested_block < 1) or not math.isfinite(offset):
+        raise CheckpointError(f"{name} says rows, columns and blocks of {[*sizes, nested_block]}, offset {offset}")
+    if raw["weight.quant_map"].numel() != 16:
+        raise CheckpointError(f"weight.quant_map has {raw['weight.quant_map'].numel()} entries, 4 bits name 16")
+    if NESTED[0] in raw:
+        absmax, counted = raw["weight.absmax"], raw[NESTED[0]].numel() * nested_block
+        if absmax.dtype != torch.uint8 or raw[NESTED[1]].numel() != 256 or counted < absmax.numel():
+            raise CheckpointError(
+                f"{NESTED[0]} and {NESTED[1]} do not hold the {absmax.numel()} scales of weight.absmax ({absmax.dtype})"
+            )
 
 
 def decode_four_bit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,10 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.interface import Refusal
 
+# A pattern with a repeated group, or with many open ends, may take years over one name.
+_REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
+_OPEN_END = re.compile(r"(?<!\\)[*+]|\{\d*,\}")
+MOST_OPEN_ENDS, MOST_PATTERN = 5, 1 << 20
 SCALE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -72,3 +77,19 @@ def whole_number(config: Mapping[str, Any], name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise CheckpointError(f"{name} is {repr(value)[:60]} in the quantization config; expected a whole number.")
     return value
+
+
+def match_pattern(pattern: str, module: str) -> bool:
+    """Return whether a pattern of somebody's config matches the beginning of a module's name.
+
+    pattern: a regular expression. module: the name.
+
+    Raises CheckpointError for a pattern that could take for ever, re.error for one that is none.
+    """
+    open_ends = len(_OPEN_END.findall(pattern))
+    if _REPEATED_GROUP.search(pattern) or open_ends > MOST_OPEN_ENDS or len(pattern) > MOST_PATTERN:
+        raise CheckpointError(
+            f"the pattern {pattern[:80]!r} repeats a group, or has more than {MOST_OPEN_ENDS} '*' and '+': matching it"
+            " could take for ever. Write it simpler."
+        )
+    return re.match(pattern, module) is not None

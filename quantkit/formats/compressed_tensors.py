@@ -29,7 +29,6 @@ reads it (compressed_tensors.py, CompressedTensorsKVCacheMethod; weight_utils.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ from quantkit.core.packing import pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats.common import dividing_group_size, ragged, scale_dtype_name, zeros_that_fit
+from quantkit.formats.common import dividing_group_size, match_pattern, ragged, scale_dtype_name, zeros_that_fit
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 from quantkit.formats.stored_parts import require_shape
 
@@ -308,5 +307,5 @@ def _rank(target: str, module: str) -> int:
     if target == module:
         return 0
     if target.startswith("re:"):
-        return 1 if re.match(target[3:], module) else 9
+        return 1 if match_pattern(target[3:], module) else 9
     return 2 if target == "Linear" else 9

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from quantkit.core.scheme import Scheme
+from quantkit.formats.common import match_pattern
 from quantkit.formats.interface import CheckpointLayout
 
 # vLLM and SGLang ask for the name of the fused layer, which no file stores.
@@ -41,9 +42,9 @@ def override_for(module: str, dynamic: Mapping[str, Any] | None) -> dict[str, An
     """Return the overrides of a module: None without a rule, False if it is left at 16 bit."""
     for rule, values in (dynamic or {}).items():
         if rule.startswith("-:"):
-            if re.match(rule[2:], module):
+            if match_pattern(rule[2:], module):
                 return False
-        elif re.match(rule.removeprefix("+:"), module):
+        elif match_pattern(rule.removeprefix("+:"), module):
             return dict(values)
     return None
 
