@@ -8,7 +8,7 @@ DEMO   ?= demo-out
 # What the extra [cpu] installs, from a wheel. For a Python that has none yet: make CPU_EXTRA= test
 CPU_EXTRA ?= 'numba>=0.61'
 
-.PHONY: demo test test-slow test-interop lint fetch setup clean
+.PHONY: demo test test-slow test-interop audit lint fetch setup clean
 
 setup: $(VENV)/.ready
 
@@ -37,7 +37,14 @@ lint: setup
 test: lint fetch
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not interop and not gpu" --doctest-modules quantkit tests
 
-test-slow: fetch
+# Known vulnerabilities of what is installed, asked from PyPI; what it could not ask about, it says.
+audit: setup
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet pip-audit
+	$(BIN)/python -m pip freeze --exclude-editable > $(VENV)-audit/installed.txt
+	$(VENV)-audit/bin/pip-audit --disable-pip --no-deps --progress-spinner off -r $(VENV)-audit/installed.txt
+
+test-slow: fetch audit
 	$(BIN)/quantkit fetch gemma3-270m
 	$(BIN)/python -m pytest -m "slow" tests
 
