@@ -40,8 +40,16 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
             seen.append(f"executed {file}")
     elif event == "socket.connect":
         seen.append(f"connected to {arguments[1]}")
-    elif event in ("os.system", "subprocess.Popen", "os.exec"):
+    elif event in ("os.system", "subprocess.Popen", "os.exec") and not is_limited_child(event, arguments):
         seen.append(f"{event} {arguments!r}")
+
+
+def is_limited_child(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Tell whether this is quantkit's own child with limits, which reads nothing of the folder as a program."""
+    from quantkit.core import limited_child
+
+    worker = Path(limited_child.__file__).with_name("limited_worker.py")
+    return event == "subprocess.Popen" and list(arguments[1])[:4] == [sys.executable, "-I", "-S", str(worker)]
 
 
 def command(*arguments: object) -> Callable[[], str]:
