@@ -64,7 +64,7 @@ def check_values(parts: Mapping[str, Tensor]) -> None:
             continue
         lowest, highest = (float(bound) for bound in torch.aminmax(tensor.float()))
         if not (abs(lowest) < float("inf") and abs(highest) < float("inf")):
-            raise CheckpointError(f"{name} holds NaN or infinite values. Download it again.")
+            raise CheckpointError(f"{name} holds numbers that are not finite. Download it again.")
         most = LARGEST_HALF if tensor.dtype == torch.float16 else LARGEST_SCALE
         if max(abs(lowest), abs(highest)) > most:
             raise CheckpointError(
