@@ -1,0 +1,45 @@
+"""The limits on a config's fields refuse no architecture that transformers knows."""
+
+from __future__ import annotations
+
+import pytest
+from architectures import ARCHITECTURES, tiny_config
+
+from quantkit.checkpoint.foreign_files.config import check_claims, check_config
+from quantkit.checkpoint.foreign_files.fields import parse_object
+from quantkit.errors import SourceError
+
+# 16,384 experts of one row each; not a model that quantkit converts
+BEYOND = {"doge"}
+
+
+def test_the_default_config_of_every_causal_language_model_is_allowed() -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    refused, seen = {}, 0
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            text = CONFIG_MAPPING[kind]().to_json_string(use_diff=False)
+        except Exception:  # a class without defaults of its own
+            continue
+        seen += 1
+        try:
+            check_config(parse_object(text.encode(), kind), kind)
+        except SourceError as error:
+            refused[kind] = str(error)
+    assert set(refused) <= BEYOND, refused
+    assert seen > 100
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_our_own_tiny_configs_are_allowed(name: str) -> None:
+    check_config(tiny_config(name), name)
+
+
+def test_a_config_may_not_claim_more_than_the_checkpoint_holds() -> None:
+    check_claims({"num_hidden_layers": 500, "hidden_size": 4}, [8] * 600, "model")
+    with pytest.raises(SourceError, match="500 layers"):
+        check_claims({"num_hidden_layers": 500, "hidden_size": 4}, [8] * 20, "model")
+    with pytest.raises(SourceError, match="vocab_size"):
+        check_claims({"vocab_size": 1 << 26, "hidden_size": 1 << 14}, [1 << 20] * 20, "model")
