@@ -73,7 +73,7 @@ ONCE = (
     ("outside and copy", "quantkit.convert.run", "_copy_unquantized"),
     ("assemble", "quantkit.checkpoint.writer", "CheckpointWriter.assemble"),
     ("verify", "quantkit.convert.run", "verify_folder"),
-    ("sample", "quantkit.convert.run", "run_smoke_test"),
+    ("sample", "quantkit.convert.run", "_smoke_test"),
 )
 GROWING = ("hash of the source", "assemble", "verify")  # sizes of source and output grow in nearly one proportion
 

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDER, OUT, MARKS, TEXT = (Path(argument).resolve() for argument in sys.argv[1:5])
+# --doctest-modules imports every file of the tests: this one is a script
+GIVEN = sys.argv[1:5] if __name__ == "__main__" else ["."] * 4
+FOLDER, OUT, MARKS, TEXT = (Path(argument).resolve() for argument in GIVEN)
 seen: list[str] = []
 
 
