@@ -241,7 +241,7 @@ def test_a_damaged_source_leaves_nothing(awq_folder: Path, tmp_path: Path) -> No
     tensors = load_file(broken / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.scales"] = tensors["model.layers.1.mlp.up_proj.scales"] * float("nan")
     save_file(tensors, broken / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj: scales holds NaN or infinite values"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.*not finite"):
         qk.convert(broken, tmp_path / "out", format="gptq")
     assert {path.name for path in tmp_path.iterdir()} == {"broken"}
 
