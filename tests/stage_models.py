@@ -55,10 +55,21 @@ def first_block(kind: str = "llama", ids: Tensor = IDS) -> Layer:
     """A fresh one each time: stages change it."""
     model = tiny_model(kind).requires_grad_(False)
     unfuse_experts(model)
+    fill(model)
     recording = record(model, find_blocks(model), ids)
     block, call, states = find_blocks(model).modules[0], recording.calls[0], recording.hidden
     single = record(model, find_blocks(model), ids[:1]).calls[0]
     return Layer(block, states, call, single, input_groups(block, states, call))
+
+
+def fill(model: nn.Module) -> None:
+    """Random numbers for the linears of experts, which have no memory once they are no longer fused."""
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                noise = 0.15 * torch.randn(parameter.shape, generator=generator)
+                module._parameters[name] = nn.Parameter(noise, requires_grad=False)
 
 
 def inputs_of(layer: Layer) -> dict[str, Tensor]:

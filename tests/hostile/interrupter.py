@@ -63,7 +63,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     ended = time.monotonic()
     if master >= 0:
         os.close(slave)
-        while select.select([master], [], [], 0)[0]:
+        # what was written last may reach this end after the writer has ended: the end of it is an error
+        while select.select([master], [], [], 1.0)[0]:
             try:
                 shown += os.read(master, 1 << 16)
             except OSError:
