@@ -138,9 +138,10 @@ class FolderSource:
         if index is not None:
             size, shape = size // shape[0], shape[1:]
             begin += index * size
+        if len(shape) > 1 and not size:
+            raise SourceError(f"{file}: {name!r} is empty, of shape {list(shape)}. Download it again.")
         # Read, not mapped: a mapping that stays open keeps every touched page in this process's memory, and to open one
-        # per
-        # tensor parses the whole header each time.
+        # per tensor parses the whole header each time.
         try:
             raw = np.fromfile(file, dtype=np.uint8, count=size, offset=begin)
         except OSError as error:

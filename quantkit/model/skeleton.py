@@ -40,7 +40,7 @@ class Blocks:
 # Keys of config.json that say how weights are stored, not what the model is. How attention runs goes with the keys that
 # name code: without a word on it transformers takes torch's where the architecture allows it (not with soft caps or
 # sinks: gemma2, gpt_oss).
-NOT_STRUCTURE = ("quantization_config", "dtype", "torch_dtype", "transformers_version")
+NOT_STRUCTURE = ("quantization_config", "dtype", "torch_dtype", "transformers_version", "return_dict")
 
 
 # What transformers' classes raise over a config that they do not understand.

@@ -25,13 +25,15 @@ CONFIG: list[tuple[str, Any]] = [
     ("rope_theta", 1e300), ("eos_token_id", NAN), ("eos_token_id", {"a": 1}), ("eos_token_id", [[1]]),
     ("eos_token_id", "two"), ("pad_token_id", 1e300), ("attention_dropout", 7), ("tie_word_embeddings", "yes"),
     ("layer_types", "full"), ("layer_types", [1, 2, 3]), ("architectures", [{}]), ("model_type", ["llama"]),
-    ("hidden_act", {}), ("logits_scaling", 0), ("initializer_range", INF),
+    ("hidden_act", {}), ("logits_scaling", 0), ("initializer_range", INF), ("is_causal", False), ("sliding_window", 0),
+    ("sliding_window", -5), ("rms_norm_eps", 0.9), ("decoder_layers", 10**9), ("rotary_dim", 10**6),
 ]  # fmt: skip
 ROPE: list[tuple[str, Any]] = [
     ("factor", INF), ("factor", 0), ("factor", -2), ("factor", "x"), ("factor", [1]), ("low_freq_factor", NAN),
     ("short_factor", "abc"), ("long_factor", [NAN]), ("long_factor", [0.0]),
     ("original_max_position_embeddings", 2**40),
-    ("original_max_position_embeddings", 0), ("beta_fast", -INF), ("rope_type", 5),
+    ("original_max_position_embeddings", 0), ("beta_fast", -INF), ("rope_type", 5), ("factor", 1e-4),
+    ("attention_factor", 1e6), ("attention_factor", 1e-4),
 ]  # fmt: skip
 
 

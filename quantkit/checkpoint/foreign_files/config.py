@@ -13,11 +13,16 @@ from quantkit.checkpoint.foreign_files.fields import Flag, Real, Rule, Several, 
 from quantkit.errors import SourceError
 
 # What a key is called differs between architectures; the rules are by what it means.
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+LAYERS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+)  # fmt: skip
+POSITIONS = ("max_position_embeddings", "n_positions")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 INNER = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size")
 MOST_LAYERS, MOST_WIDTH, MOST_EXPERTS, MOST_EXPERT_MODULES = 1024, 1 << 20, 1 << 14, 1 << 16
+# Some models compute a table of angles for all positions: of 256 MB in float32 at most.
+MOST_ANGLES = 1 << 26
 # A byte holds at most four weights, of two bits.
 WEIGHTS_PER_BYTE = 4
 # Up to here a structure is built in a moment, and which tensor is missing is said by name.
@@ -27,10 +32,10 @@ _SIZE = Several(Whole(1, MOST_WIDTH), alone=True)
 _COUNT = Several(Whole(0, MOST_EXPERTS), alone=True)
 # GGUF files write -1 as an unsigned number.
 _TOKEN = Several(Token((1 << 32) - 1), alone=True)
-_EPSILON = Real(0.0, 1.0)
+_EPSILON = Real(0.0, 1e-2)
 # The base of a rotary embedding's frequencies; from 1 on, or later pairs would turn faster than the first.
 _BASE = Real(1.0, 1e15)
-_FACTOR = Real(1e-4, 1e6)
+_FACTOR = Real(1e-2, 1e6)
 _SHARE = Real(0.0, 1e6)
 _CAP = Real(1e-3, 1e9)
 
@@ -45,11 +50,14 @@ RULES: dict[str, Rule] = {
     # Some models compute a table of all positions; the longest context known has 10 million.
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "n_ctx"), Whole(1, 1 << 27)),
     "n_positions": Whole(1, 1 << 20),
+    "rotary_dim": Whole(0, 1 << 14),
+    "sliding_window": Several(Whole(0, 1 << 27), alone=True),
     "num_labels": Whole(0, 1 << 17),
     **dict.fromkeys((f"{role}_token_id" for role in ("bos", "eos", "pad", "unk", "sep", "decoder_start")), _TOKEN),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"), _EPSILON),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq", "rope_base"), _BASE),
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), _FACTOR),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _FACTOR),
+    "attention_factor": Real(0.1, 10.0),
     **dict.fromkeys(("short_factor", "long_factor"), Several(_FACTOR)),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "short_mscale", "long_mscale"), _SHARE),
     "partial_rotary_factor": Real(0.0, 1.0),
@@ -76,6 +84,18 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     Raises SourceError, naming the field, for a value that no model has.
     """
     check_table(config, RULES, where, NOT_OURS)
+    if config.get("is_causal") is False:
+        raise SourceError(
+            f"{where}: is_causal is false: each token would see those after it. quantkit runs causal language models."
+        )
+    if config.get("sliding_window") == 0 and config.get("use_sliding_window") is not False:
+        raise SourceError(f"{where}: sliding_window is 0: no token would see another. Download it again, or use null.")
+    angles = _largest(config, POSITIONS) * _largest(config, ("rotary_dim",))
+    if angles > MOST_ANGLES:
+        raise SourceError(
+            f"{where}: claims a table of {angles:,} angles (rotary_dim times positions), more than any model has. The"
+            " file is damaged: download it again."
+        )
     layers, experts = _largest(config, LAYERS), _largest(config, EXPERTS)
     if layers * experts > MOST_EXPERT_MODULES:
         raise SourceError(

@@ -81,10 +81,12 @@ def rebuild_config(name: str, architecture: Architecture, source: Opened) -> dic
 
 
 def _tokens(metadata: dict[str, Any]) -> dict[str, Any]:
-    return {
+    """Return the ids of special tokens, None for one that is not there: some writers store -1, unsigned."""
+    ids = {
         f"{role}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id")
         for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
+    return {key: None if value == (1 << 32) - 1 else value for key, value in ids.items()}
 
 
 def _of_architecture(name: str, source: Opened, config: dict[str, Any], may: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ OF_ARCHITECTURE: dict[str, Rule] = {
     "attention.head_count_kv": _SIZE,
     "attention.key_length": Whole(1, 1 << 14),
     "attention.sliding_window": Whole(0, (1 << 32) - 1),
-    "attention.layer_norm_rms_epsilon": Real(0.0, 1.0),
+    "attention.layer_norm_rms_epsilon": Real(0.0, 1e-2),
     "final_logit_softcapping": Real(1e-3, 1e9),
     "rope.dimension_count": Whole(1, 1 << 14),
     "rope.freq_base": Real(1.0, 1e15),
