@@ -301,14 +301,10 @@ SHORT = (
     "smollm2-135m-quick-autoround-light-w4-g64-asym",
     "smollm2-135m-quick-llmcompressor-awq-w4-g64-asym-float32",
     "smollm2-135m-fast-w4-g64-asym",
-    "smollm2-135m-quick-llmcompressor-gptq-w4-g64-sym",
     "smollm2-135m-bitsandbytes-nf4",
-    "smollm2-135m-hqq-w4-g64",
     "gemma3-270m-best-w4-g64-asym",
     "gemma3-270m-balanced-w4-g64-asym",
     "gemma3-270m-quick-autoround-light-w4-g64-asym",
-    "gemma3-270m-quick-gptqmodel-gptq-w4-g64-sym",
-    "gemma3-270m-fast-w4-g64-asym",
 )
 
 
