@@ -292,6 +292,8 @@ def _scheme_of(module: str, parts: Mapping[str, TensorHeader], config: Mapping[s
     if group.get("output_activations") or config.get("transform_config"):
         raise CheckpointError(f"{module}: quantized outputs and transforms are not read.")
     weights = group["weights"]
+    if not isinstance(weights["symmetric"], bool):
+        raise CheckpointError(f"{module}: symmetric is {weights['symmetric']!r}, expected true or false.")
     if weights["symmetric"] and ZERO in parts:
         raise CheckpointError(f"{module}: the config says symmetric, but zero points are stored.")
     if weights.get("type", "int") != "int" or weights["strategy"] not in ("group", "channel"):

@@ -191,3 +191,12 @@ def test_a_scale_of_the_kv_cache_that_no_cache_needs(field: str, value: float) -
     parts[field][1, 1] = value
     with pytest.raises(CheckpointError, match=field):
         LayerScales(**parts)
+
+
+@pytest.mark.parametrize("value", [[True], {}, "yes", 1])
+def test_a_symmetry_that_is_neither_true_nor_false(value: Any) -> None:
+    stored = Stored("compressed-tensors")
+    config = copy.deepcopy(stored.quantization())
+    weights_of(config)["symmetric"] = value
+    stored.quantization = lambda: config  # type: ignore[method-assign]
+    refused(stored, MODULE, "symmetric is", "expected true or false")
