@@ -46,6 +46,8 @@ class Scheme:
                 f"group_size={self.group_size}: a group size is a positive number of inputs "
                 "(32, 64 or 128 load in most engines), or 'channel' for one scale per output row."
             )
+        if not isinstance(self.symmetric, bool):
+            raise RequestError(f"symmetric={self.symmetric!r}: a scheme is symmetric or not, True or False.")
         if self.scale_dtype not in SCALE_DTYPES:
             raise RequestError(f"scale_dtype={self.scale_dtype!r}: scales are stored as {' or '.join(SCALE_DTYPES)}.")
         if self.activations not in (None, "int8"):
