@@ -148,7 +148,7 @@ class GGUFSource:
             code = gguf.GGMLQuantizationType[kind]
             try:
                 gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[code][1]), np.uint8), code)
-            except NotImplementedError:
+            except NotImplementedError:  # what gguf.quants.dequantize raises for a packing that it does not know
                 name = next(n for n, stored in self.header.tensors.items() if stored.kind == kind)
                 raise UnsupportedModel(
                     f"{self.path}: tensor {name!r} is packed as {kind}, which the gguf library does not dequantize."
