@@ -48,11 +48,13 @@ def match_names(
     tied: Mapping[str, str],
     parts_of: Callable[[str], Sequence[ParameterPart]],
     where: str,
+    beside: Callable[[str], bool] = lambda _: False,
 ) -> dict[str, TensorRef]:
     """Find where each parameter is stored: parameter name -> tensor.
 
     parts_of: the parameters that a stored tensor can hold, by the tensor's name. tied: parameter -> its twin, whose
-    tensor is taken where the parameter is not stored itself.
+    tensor is taken where the parameter is not stored itself. beside: whether a stored tensor belongs to a part of the
+    model that is copied and never run. Buffers that ``parts_of`` knows are found too; they need not be stored.
 
     Raises SourceError naming what the source lacks, UnsupportedModel naming tensors that the model has no part for.
     """
@@ -61,7 +63,7 @@ def match_names(
     for name in stored:
         fresh = [part for part in parts_of(name) if part.parameter not in found]
         found.update({part.parameter: TensorRef(name, part.index) for part in fresh})
-        if not fresh and not name.endswith(COMPUTED):
+        if not fresh and not name.endswith(COMPUTED) and not beside(name):
             extra.append(name)
     wanted = list(parameters)
     for name in wanted:
@@ -76,7 +78,6 @@ def match_names(
     if extra:
         raise UnsupportedModel(
             f"{where}: stores {len(extra)} tensors that its architecture has no place for, first {sorted(extra)[0]!r}."
-            " quantkit does not load stored buffers and unknown tensors and would lose them; this model is not"
-            " supported."
+            " quantkit would lose them; this model is not supported."
         )
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in dict.fromkeys((*wanted, *found))}

@@ -46,6 +46,7 @@ from quantkit.convert.stages.tune import TuneInputs
 from quantkit.core.host import OnStep, map_large_blocks, peak_rss
 from quantkit.core.interrupt import raise_if_interrupted, undisturbed
 from quantkit.core.kvscheme import KVPlan
+from quantkit.model.language import text_config
 from quantkit.model.rotate import RotatedSource, prove
 from quantkit.model.skeleton import block_linears
 from quantkit.model.stepper import input_groups
@@ -212,8 +213,7 @@ def _resume(plan: Plan, inputs: Inputs, work: Work, collected: Collected) -> tup
         results.append(result)
     first, stored = len(results), None
     if inputs.calibration is not None and first < total:
-        width = int(plan.model.config.hidden_size)  # type: ignore[union-attr,arg-type]
-        fits = states_wanted(inputs.calibration.ids, width, plan.options.paired)
+        fits = states_wanted(inputs.calibration.ids, text_config(plan.model).hidden_size, plan.options.paired)
         first, stored = work.states.latest(len(results), fits) or (0, None)
     work.writer.forget(f"block-{index:04d}" for index in range(first, len(results)))
     for result in results[:first]:

@@ -25,8 +25,8 @@ from quantkit.evaluate.windows import EvaluationWindows
 from quantkit.model.skeleton import build_skeleton, find_blocks
 from quantkit.model.stepper import BlockArguments, record, run_block, run_norm, same_call
 from quantkit.runtime.layers.build import dense_weights, load_parameters
+from quantkit.runtime.layers.head import head_only
 from quantkit.runtime.load import choose_dtype
-from quantkit.runtime.model import head_only
 
 SHARE = 0.8  # of the memory that is free: a model that needs more than this is streamed
 

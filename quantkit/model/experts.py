@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedModel
+from quantkit.model.language import language_model, name_of
 
 FUSED = ("gate_up_proj", "down_proj")
 BIASES = {name: f"{name}_bias" for name in FUSED}
@@ -181,7 +182,8 @@ def unfuse_experts(model: nn.Module) -> None:
     Raises UnsupportedModel, naming the module, for three-dimensional weights that are no experts of a known build.
     """
     layouts: dict[tuple[type, tuple[int, ...]], ExpertLayout] = {}
-    for name, module in list(model.named_modules()):
+    decoder = language_model(model)  # a tower's three-dimensional weights are no experts
+    for name, module in list(decoder.named_modules(prefix=name_of(model, decoder))):
         if not is_fused(module):
             continue
         shapes = tuple(d for p in module.parameters(recurse=False) for d in p.shape)

@@ -36,8 +36,18 @@ class Naming:
     def __init__(self, model: nn.Module) -> None:
         self.prefix = getattr(model, "base_model_prefix", "")
         self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.parameters.update(model.state_dict())  # with buffers that checkpoints store
         self.experts = dict(expert_modules(model))
+        self.left_out = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
         self.renamings, self.rules = _mapping(model)
+
+    def beside(self, stored: str) -> bool:
+        """Tell whether a stored tensor belongs to a part of the model that transformers has no module for.
+
+        It says so itself: layers that predict further tokens, a head of another task.
+        """
+        keys = (stored, f"{self.prefix}.{stored}")
+        return any(pattern.search(key) for pattern in self.left_out for key in keys)
 
     def parts_of(self, stored: str) -> list[ParameterPart]:
         """List the parameters that a stored tensor holds: none, one, or all experts' parts of a fused one."""

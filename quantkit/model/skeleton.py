@@ -20,6 +20,7 @@ from quantkit.checkpoint.names import TensorRef, match_names
 from quantkit.checkpoint.source import Source, finite
 from quantkit.errors import SourceError, UnsupportedModel
 from quantkit.model.experts import Experts, is_fused, routers, unfuse_experts
+from quantkit.model.language import auto_class, language_model, name_of, towers
 from quantkit.model.naming import Naming
 
 
@@ -57,20 +58,18 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
 
     unfuse: experts become one linear per expert and projection (``model/experts.py``).
 
+    A model with vision or audio towers is built whole.
+
     Raises UnsupportedModel for a model type that transformers does not know or that is no causal language model.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     data = without_code(config, *NOT_STRUCTURE)
     kind = data.pop("model_type", None)
     if kind is None:
         raise UnsupportedModel(
             "config.json has no model_type: this is no transformers model. Add it, or use another export."
-        )
-    if "vision_config" in data or "audio_config" in data:
-        raise UnsupportedModel(
-            f"{kind}: has a vision or audio tower; quantkit converts text models. Export its language model."
         )
     try:
         hf_config = AutoConfig.for_model(kind, **data)
@@ -84,7 +83,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         ) from None
     try:
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=False)
+            model = auto_class(kind, data).from_config(hf_config, dtype=dtype, trust_remote_code=False)
     except BUILDING as error:
         raise UnsupportedModel(f"config.json of this {kind} makes no model ({error!r}). Download it again.") from error
     except ValueError as error:
@@ -140,12 +139,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """Find the ModuleList that holds most parameters.
+    """Find the ModuleList of the language model that holds most parameters.
 
     Raises UnsupportedModel if there is none, or its blocks hold no linears.
     """
     best: tuple[int, str, nn.ModuleList] | None = None
-    for name, module in model.named_modules():
+    decoder = language_model(model)
+    for name, module in decoder.named_modules(prefix=name_of(model, decoder)):
         if isinstance(module, nn.ModuleList):
             size = sum(p.numel() for p in module.parameters())
             if best is None or size > best[0]:
@@ -202,6 +202,11 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class Weights:
     """Where each parameter of a skeleton comes from, and the loading of one module at a time.
 
+    Buffers that checkpoints store (a router's correction, a layer's scalar) are read and written like parameters.
+
+    parameters: by name, as the skeleton has them.
+    stored_buffers: the buffers that this source stores, by name.
+
     Raises SourceError / UnsupportedModel at construction if names or shapes do not fit (everything is checked from
     headers, before any weight is read).
     """
@@ -211,13 +216,18 @@ class Weights:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
         self.tied = tied_parameters(model)
         naming = Naming(model)
-        where = str(source.path)
         self.sources: dict[str, TensorRef] = match_names(
-            self.parameters, source.names(), self.tied, naming.parts_of, where
+            self.parameters, source.names(), self.tied, naming.parts_of, str(source.path), naming.beside
         )
+        buffers = persistent_buffers(model)
+        self.stored_buffers = {name: buffers[name] for name in self.sources if name in buffers}
         self.names = self._written_names(naming)
         for name in self.sources:
             self._check(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter or a stored buffer of the skeleton (its shape; parameters may be on meta)."""
+        return self.parameters[name] if name in self.parameters else self.stored_buffers[name]
 
     def _written_names(self, naming: Naming) -> dict[str, str]:
         """The name under which each parameter is written: as the source calls it.
@@ -236,12 +246,13 @@ class Weights:
     def _check(self, name: str) -> None:
         stored = self.sources[name]
         info = self.source.info(stored.name)
-        if info.dtype not in FLOATS:
+        tensor = self.tensor(name)
+        if info.dtype not in FLOATS and tensor.is_floating_point():
             raise SourceError(
                 f"{self.source.path}: tensor {stored.name!r} is stored as {info.dtype}, but config.json names no "
                 "quantization that explains it. Give the 16-bit original."
             )
-        expected, actual = tuple(self.parameters[name].shape), info.shape
+        expected, actual = tuple(tensor.shape), info.shape
         if stored.index is not None:
             experts, local = self._expert(name)
             actual = tuple(experts.layout.pick(torch.empty(info.shape[1:], device="meta"), local).shape)
@@ -269,19 +280,39 @@ class Weights:
         Raises NumericsError for NaN or inf.
         """
         module = self.model.get_submodule(module_name)
+        prefix = f"{module_name}." if module_name else ""
+        for name in self.stored_buffers:
+            if name.startswith(prefix):
+                self.place(name, self.read(name))
         _move_buffers(module, device)
         for local, _ in list(module.named_parameters()):
-            self.load_parameter(f"{module_name}.{local}" if module_name else local, device)
+            self.load_parameter(f"{prefix}{local}", device)
 
     def load_parameter(self, name: str, device: torch.device | str = "cpu") -> None:
-        """Read one parameter onto a device, in the working dtype."""
+        """Read one parameter or stored buffer onto a device, in the working dtype."""
+        self.place(name, self.read(name, device))
+
+    def place(self, name: str, value: Tensor) -> None:
+        """Give a parameter or stored buffer of the skeleton its value."""
         owner_name, _, local = name.rpartition(".")
         owner = self.model.get_submodule(owner_name)
-        owner._parameters[local] = nn.Parameter(self.read(name, device), requires_grad=False)
+        if name in self.stored_buffers:
+            owner._buffers[local] = value
+        else:
+            owner._parameters[local] = nn.Parameter(value, requires_grad=False)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Read one parameter in the working dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
-        return self.raw(name, device).to(self.dtype)
+        """Read one parameter or stored buffer in the working dtype.
+
+        Buffers of whole numbers keep their dtype; those that transformers always keeps in float32 are float32.
+
+        Raises NumericsError, naming it, if it holds NaN or inf.
+        """
+        value = self.raw(name, device)
+        if name not in self.stored_buffers:
+            return value.to(self.dtype)
+        exact = any(part in name for part in getattr(self.model, "_keep_in_fp32_modules_strict", None) or ())
+        return value.to(torch.float32 if exact else self.dtype) if value.is_floating_point() else value
 
     def raw(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one parameter in its stored dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
@@ -303,6 +334,16 @@ class Weights:
                     module._parameters[local] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint of this model stores, by name."""
+    return {
+        f"{prefix}.{local}" if prefix else local: buffer
+        for prefix, module in model.named_modules()
+        for local, buffer in module._buffers.items()
+        if buffer is not None and local not in module._non_persistent_buffers_set
+    }
+
+
 def _move_buffers(module: nn.Module, device: torch.device | str) -> None:
     for owner in module.modules():
         for local, buffer in owner._buffers.items():
@@ -311,39 +352,36 @@ def _move_buffers(module: nn.Module, device: torch.device | str) -> None:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Map each tied parameter to the one whose tensor it shares.
+    """Map each tied parameter to the one whose tensor it shares, as transformers ties them.
 
     E.g. ``lm_head.weight`` -> ``model.embed_tokens.weight``.
     """
-    config = getattr(model, "config", None)
-    if not getattr(config, "tie_word_embeddings", False):
-        return {}
-    head, embed = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-    if head is None or embed is None:
-        return {}
-    return {f"{_name_of(model, head)}.weight": f"{_name_of(model, embed)}.weight"}
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    names = (name for name, module in model.named_modules() if module is wanted)
-    return str(next(names))
+    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: twin for name, twin in tied.items() if name in known and twin in known}
 
 
 def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
-    """List the parameters that embedding tokens needs: those outside the blocks but the head.
+    """List the parameters that embedding tokens needs: those outside the blocks but the head and the towers.
 
-    The head (tied or not) runs after the blocks.
+    The head (tied or not) runs after the blocks, and towers run on images and sounds only.
     """
     head = weights.model.get_output_embeddings()  # type: ignore[operator]
+    beside = tuple(f"{tower}." for tower in towers(weights.model))
     return [
         name
         for name in outside_blocks(weights, blocks)
-        if weights.model.get_submodule(name.rpartition(".")[0]) is not head
+        if weights.model.get_submodule(name.rpartition(".")[0]) is not head and not name.startswith(beside)
     ]
 
 
 def outside_blocks(weights: Weights, blocks: Blocks) -> list[str]:
-    """List the parameters outside the blocks (embeddings, final norm, head); of tied ones the one that is stored."""
+    """List the parameters outside the blocks (embeddings, final norm, head); of tied ones the one that is stored.
+
+    Stored buffers outside the blocks are among them.
+    """
     return [
-        name for name in weights.parameters if not name.startswith(f"{blocks.prefix}.") and name not in weights.tied
+        name
+        for name in (*weights.parameters, *weights.stored_buffers)
+        if not name.startswith(f"{blocks.prefix}.") and name not in weights.tied
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property
@@ -16,6 +15,7 @@ from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
 from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
+from quantkit.model.language import text_config
 from quantkit.runtime.decode.definition import definition_step
 from quantkit.runtime.generate.chat_template import chat_text
 from quantkit.runtime.generate.loop import Generation, Piece, run
@@ -25,6 +25,7 @@ from quantkit.runtime.kernels.cpu_layouts import WIDE, HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.transformers_cache import layer_specs, transformers_cache
 from quantkit.runtime.layers.embedding import QuantEmbedding
+from quantkit.runtime.layers.head import head_only
 from quantkit.runtime.layers.linear import QuantLinear
 
 
@@ -131,7 +132,7 @@ class Model:
         vectors.
         """
         head = self.module.get_output_embeddings()
-        capped = getattr(self.module.config, "final_logit_softcapping", None) is not None
+        capped = getattr(text_config(self.module), "final_logit_softcapping", None) is not None
         compiled = isinstance(head, QuantLinear) and head.kernel_for(WIDE) == "numba"
         return WIDE if compiled and not capped else 1
 
@@ -174,7 +175,7 @@ class Model:
     @property
     def context(self) -> int | None:
         """Tokens the model can attend to, prompt and answer together; None if its config names no limit."""
-        limit = getattr(self.module.config, "max_position_embeddings", None)
+        limit = getattr(text_config(self.module), "max_position_embeddings", None)
         return None if limit is None else int(limit)
 
     def new_cache(self, capacity: int = 0) -> KVCache:
@@ -292,7 +293,7 @@ class Model:
 
     def _cached_shape(self) -> tuple[int, int]:
         """Return heads of keys and values, and channels of each."""
-        config = self.module.config
+        config = text_config(self.module)
         return cached_kv_heads(config), head_dim(config)
 
     def layouts(self) -> dict[str, int]:
@@ -373,26 +374,3 @@ class Model:
 
         check_vocabulary(ids, self.config, "prompt")
         return list(ids)
-
-
-class _Given:
-    """A base model that returns the hidden states that it is given."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self  # OPT's head calls model.decoder
-
-    def __call__(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)  # has the fields of every other output
-
-
-def head_only(module: Any) -> Any:
-    """Return the model without its body: it maps ``inputs_embeds`` (final hidden states) to logits.
-
-    The architecture's own code does it, so every scaling and soft cap (gemma, cohere, granite) is right without a list
-    of them. Shares all weights.
-    """
-    alone = copy.copy(module)
-    alone.__dict__["_modules"] = {**module._modules, module.base_model_prefix: _Given()}
-    return alone

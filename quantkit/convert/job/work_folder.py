@@ -50,6 +50,7 @@ from quantkit.convert.results import BlockResult, BudgetChoice, Measured
 from quantkit.core.host import device_name
 from quantkit.core.precision import cpu_has_amx
 from quantkit.errors import NumericsError, RequestError, UnsupportedModel, WorkFolderError
+from quantkit.model.language import text_config
 from quantkit.version import __version__
 
 # of the work folder. 3: importance of tokens may have been measured, too; 4: sensitivity is that of scaled channels;
@@ -70,7 +71,7 @@ class Work:
         self.folder = o.work_folder
         self.resumed = o.resume
         # of the text that the model writes itself: windows, tokens of each, token ids
-        vocabulary = range(int(plan.model.config.vocab_size))  # type: ignore[union-attr,arg-type]
+        vocabulary = range(int(text_config(plan.model).vocab_size))
         self._text_shape = (windows_in_all(o), o.seq_len, vocabulary)
         identity = job_of(plan)  # takes a while: before anything is made that would have to be tidied up
         with disk(self.folder):

@@ -20,6 +20,7 @@ from quantkit.convert.plan.random_tokens import draw, fallback
 from quantkit.convert.results import TOKENS, WINDOWS
 from quantkit.errors import QuantkitError
 from quantkit.model.experts import expert_linears
+from quantkit.model.language import text_config
 from quantkit.model.skeleton import Blocks, block_linears
 
 
@@ -38,7 +39,7 @@ def read_windows(
 
     Random tokens stand in for a method that reads no text but needs statistics.
     """
-    config: Any = model.config
+    config = text_config(model)
     limit = getattr(config, "max_position_embeddings", None)
     if not options.needs_data:
         try:
@@ -72,7 +73,7 @@ def _read_windows(
 
     after: how many windows of the text to pass over first.
     """
-    config: Any = model.config
+    config = text_config(model)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and options.seq_len > limit:
         problems.append(

@@ -26,6 +26,7 @@ from quantkit.core.kvpages import CUTS, SEARCHED_AT_ONCE
 from quantkit.formats.interface import Format
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
 from quantkit.model.experts import expert_linears
+from quantkit.model.language import text_config
 from quantkit.model.skeleton import Blocks, Weights, before_blocks, block_linears, outside_blocks, widest_input
 
 # copies of the searched rows in one trial: scaled, codes, dequantized, error and what the search for ranges holds
@@ -39,9 +40,7 @@ def plain_bytes(weights: Weights, plain: Sequence[str], cut: Sequence[str]) -> i
     cut: parameters that are written one by one.
     """
     copied = sum(weights.source.info(name).nbytes for name in plain)
-    return copied + sum(
-        weights.parameters[n].numel() * weights.source.info(weights.stored(n)).dtype.itemsize for n in cut
-    )
+    return copied + sum(weights.tensor(n).numel() * weights.source.info(weights.stored(n)).dtype.itemsize for n in cut)
 
 
 def with_sensitivity(
@@ -85,10 +84,10 @@ def count_sizes(
         by_width[linear.in_features] = by_width.get(linear.in_features, 0) + linear.out_features
     packed = sum(target_bytes(form, target) for target in targets.values())
     infos = [weights.source.info(name) for name in plain]
-    config: Any = weights.model.config
+    config = text_config(weights.model)
     before = before_blocks(weights, blocks)
     return Sizes(
-        before_blocks=sum(weights.parameters[name].numel() for name in before),
+        before_blocks=sum(weights.tensor(name).numel() for name in before),
         stored_itemsize=max(info.dtype.itemsize for info in infos),
         largest_plain=max(info.nbytes // info.dtype.itemsize for info in infos),
         block=max(block_sizes),
@@ -133,13 +132,13 @@ def _distil_bytes(
     """Return the bytes of the end-to-end pass as fields of ``Sizes``, see ``memory.predict``."""
     if not options.distil:
         return {}
-    config: Any = weights.model.config
+    config = text_config(weights.model)
     step = window_batch(options.distil, options.seq_len) * options.seq_len
     linears = [t for t in targets.values() if t.kind == "linear"]
     codes = sum(t.out_features * t.in_features for t in linears)
     groups = sum(t.out_features * t.scheme.groups(t.in_features) for t in linears)
     names = outside_blocks(weights, blocks)
-    counts = [weights.parameters[name].numel() for name in names]
+    counts = [weights.tensor(name).numel() for name in names]
     rounded = sum(t.out_features * t.in_features for t in targets.values() if t.kind != "linear")
     reading = max(
         count * (1 + weights.source.info(weights.stored(name)).dtype.itemsize)
@@ -182,7 +181,7 @@ def _fold_bytes(linears: Mapping[str, nn.Linear], experts: Mapping[str, tuple[st
 def whole_bytes(weights: Weights, options: ConvertOptions) -> int:
     """Return the bytes that ``--calibration self`` holds while the model writes its text."""
     count = sum(p.numel() for name, p in weights.parameters.items() if name not in weights.tied)
-    return self_calibration.model_and_cache_bytes(weights.model.config, count, options)
+    return self_calibration.model_and_cache_bytes(text_config(weights.model), count, options)
 
 
 def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:
@@ -239,7 +238,7 @@ def sensitivity_bytes(
     units: the units of a bit budget whose sensitivity is measured.
     guided: token importance is fitted, too.
     """
-    plain = sum(weights.parameters[name].numel() for name in outside_blocks(weights, blocks))
+    plain = sum(weights.tensor(name).numel() for name in outside_blocks(weights, blocks))
     vocabulary: int = weights.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     head = any(unit.kind in ("head", "tied") for unit in units)
     tokens = WINDOWS * TOKENS

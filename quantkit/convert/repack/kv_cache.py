@@ -30,6 +30,7 @@ from quantkit.convert.stages.embed import embed
 from quantkit.convert.stages.loaded_block import loaded
 from quantkit.convert.stages.observe import observe_cache
 from quantkit.core.host import choose_device
+from quantkit.model.language import text_config
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks, widest_input
 from quantkit.runtime.kv_cache.transformers_cache import attention_modules
 from quantkit.runtime.layers.build import dense_weights
@@ -87,7 +88,7 @@ def plan_cache(source: Source, out: Path, requested: Mapping[str, Any], problems
     host, warnings = _host_bytes(model, options), []
     if windows is not None and windows.ids.is_meta:
         whole = self_calibration.model_and_cache_bytes(
-            model.config, sum(p.numel() for p in model.parameters()), options
+            text_config(model), sum(p.numel() for p in model.parameters()), options
         )
         host = max(host, whole)
         warnings.append(self_calibration.note(options, whole))
@@ -111,7 +112,7 @@ def manifest_entry(plan: CachePlan, windows: CalibrationWindows) -> dict[str, An
 
 def _host_bytes(model: nn.Module, options: ConvertOptions) -> int:
     """Return the bytes of embedding, states, one block and its activations in float32, and the observer's sample."""
-    config: Any = model.config
+    config = text_config(model)
     blocks = find_blocks(model)
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks.modules)
     widths = sum(linear.in_features + linear.out_features for linear in block_linears(blocks.modules[0]).values())

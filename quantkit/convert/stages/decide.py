@@ -20,6 +20,7 @@ from quantkit.convert.stages.sensitivity import SensitivityPass
 from quantkit.core.host import OnStep
 from quantkit.errors import WorkFolderError
 from quantkit.model.experts import expert_linears
+from quantkit.model.language import text_config
 from quantkit.model.skeleton import Blocks, Weights
 
 
@@ -87,7 +88,7 @@ def decide(
 
 def _fits(measuring: SensitivityPass, budget: BitBudget | None, measured: Measured) -> bool:
     """Tell whether kept measurements have the numbers that the pass would give: by unit, option, block and channel."""
-    count, width = len(measuring.blocks), int(measuring.model.config.hidden_size)
+    count, width = len(measuring.blocks), int(text_config(measuring.model).hidden_size)
     guides = measured.guides
     return (
         _fits_options(budget, measured.sensitivity)

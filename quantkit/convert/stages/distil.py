@@ -25,9 +25,10 @@ from quantkit.convert.stages.embed import embed
 from quantkit.convert.stages.loaded_block import loaded
 from quantkit.convert.stages.student import Student, Written
 from quantkit.core.host import release_free_memory
+from quantkit.model.language import text_config
 from quantkit.model.stepper import BlockArguments, forward_norm, given, gradients_in_order
 from quantkit.runtime.layers.build import load_parameters
-from quantkit.runtime.model import head_only
+from quantkit.runtime.layers.head import head_only
 
 PART = "distilled"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -178,7 +179,7 @@ class _Pass:
         with given(written.model, {name: norm.value() for name, norm in self.student.norms.items()}):
             final = forward_norm(written.model, written.blocks, ids, leaf)
         target = self.targets[step].to(written.device)
-        vocab = int(written.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+        vocab = int(text_config(written.model).vocab_size)
         loss, grad = divergence(
             final.detach().flatten(0, 1), target.flatten(0, 1), self._head, self._original_head, vocab
         )

@@ -31,6 +31,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 from quantkit.model.experts import expert_linears
 from quantkit.model.folds import find_folds, shared_modules
+from quantkit.model.language import towers
 from quantkit.model.skeleton import Blocks, Weights, block_linears
 from quantkit.model.stepper import BlockArguments, record, require_same_calls, run_block
 
@@ -68,6 +69,7 @@ class SensitivityPass:
         self.weights, self.blocks, self.device = weights, blocks, device
         self.ids, self.file, self.search = ids[:WINDOWS, :TOKENS], folder / "sensitivity.bin", search
         self.guided, self.folds = frozenset(guided), folds
+        self.beside = tuple(f"{tower}." for tower in towers(self.model))
         self.short: list[BlockArguments] = []  # arguments of every block for few tokens, which show what can be scaled
         self.draws = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(seed))
 
@@ -110,7 +112,7 @@ class SensitivityPass:
         """Hold embeddings, norm and head on the device while the measurement runs."""
         inside = f"{self.blocks.prefix}."
         for name in self.weights.sources:
-            if not name.startswith(inside) and name not in self.weights.tied:
+            if not name.startswith((inside, *self.beside)) and name not in self.weights.tied:
                 self.weights.load_parameter(name, self.device)
         for twin, first in self.weights.tied.items():
             owner = self.model.get_submodule(twin.rpartition(".")[0])

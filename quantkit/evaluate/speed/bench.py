@@ -26,6 +26,7 @@ from quantkit.evaluate.speed.traffic import (
     wait,
     weight_bytes_per_step,
 )
+from quantkit.model.language import text_config
 
 if TYPE_CHECKING:
     from quantkit.core.kvscheme import KVScales
@@ -205,7 +206,7 @@ def _measure_cell(model: Model, batch: int, prompt: int, work: Workload, bandwid
 
 def _prompts(model: Model, batch: int, length: int, seed: int) -> list[list[int]]:
     """Draw random token ids: ``batch`` sequences of ``length``."""
-    vocab = int(model.module.config.vocab_size)
+    vocab = int(text_config(model.module).vocab_size)
     generator = torch.Generator().manual_seed(seed)
     sequences: list[list[int]] = torch.randint(0, vocab, (batch, length), generator=generator).tolist()
     return sequences

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.language import text_config
 from quantkit.runtime.kernels.reference import PackedWeight
 from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear
@@ -113,7 +114,7 @@ def weight_bytes_per_step(model: Model, batch: int) -> int:
     """
     seen = _idle(model.module, batch)
     total = 0.0
-    share = _expert_share(model.module.config, batch)
+    share = _expert_share(text_config(model.module), batch)
     lookups = _lookups(model.module)
     for name, tensor in [*model.module.named_parameters(), *model.module.named_buffers()]:
         if tensor.data_ptr() in seen or tensor.data_ptr() in lookups:

@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit.core.kvscheme import KVPlan
 from quantkit.core.precision import exact_products
 from quantkit.errors import QuantkitError, QuantkitWarning
+from quantkit.model.language import text_config
 from quantkit.runtime.decode.definition import definition_step
 from quantkit.runtime.decode.family import Family, recognise
 from quantkit.runtime.kv_cache.cache import KVCache
@@ -55,9 +56,9 @@ def prove(config: str, device: torch.device, make: Callable[[Family], Step | Non
 def _equals_the_definition(twin: Any, step: Step, device: torch.device, close: float) -> bool:
     from quantkit.model.twin import VOCAB
 
-    context = getattr(twin.config, "max_position_embeddings", None)
+    context = getattr(text_config(twin), "max_position_embeddings", None)
     count = min(PROOF_TOKENS, int(context) if context else PROOF_TOKENS)
-    vocab = min(VOCAB, int(twin.config.vocab_size))
+    vocab = min(VOCAB, int(text_config(twin).vocab_size))
     ids = torch.randint(3, vocab, (2, count), generator=torch.Generator().manual_seed(2)).to(device)
     return all(_agree(twin, step, ids, shorter, close) for shorter in (0, 3))
 

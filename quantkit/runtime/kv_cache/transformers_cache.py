@@ -17,6 +17,7 @@ from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan
 from quantkit.errors import CheckpointError, UnsupportedModel
 from quantkit.model.attention_shape import cached_kv_heads
+from quantkit.model.language import language_model, name_of, text_config
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.paged_layer import LayerSpec, PagedLayer, layer_spec
 
@@ -30,11 +31,12 @@ def attention_modules(model: Any) -> dict[int, str]:
     Raises UnsupportedModel if they cannot be found.
     """
     names: dict[int, str] = {}
-    for name, module in model.named_modules():
+    decoder = language_model(model)
+    for name, module in decoder.named_modules(prefix=name_of(model, decoder)):
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and "attention" in type(module).__name__.lower():
             names.setdefault(index, name)
-    count = int(model.config.num_hidden_layers)
+    count = int(text_config(model).num_hidden_layers)
     if sorted(names) != list(range(count)):
         kind = getattr(model.config, "model_type", type(model).__name__)
         raise UnsupportedModel(
@@ -73,7 +75,7 @@ def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.devi
 
     Raises CheckpointError naming the module whose scheme or scales are missing or do not fit the model.
     """
-    windows = layer_windows(model.config)
+    windows = layer_windows(text_config(model))
     if not plan.quantized:
         return [LayerSpec(dtype, window) for window in windows]
     names = attention_modules(model)
@@ -82,7 +84,7 @@ def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.devi
     if unknown or absent:
         what = f"{unknown[0]!r}, which this model has not" if unknown else f"all attention modules but {absent[0]!r}"
         raise CheckpointError(f"the KV cache is described for {what}. Convert again with --kv-bits.")
-    heads = cached_kv_heads(model.config)
+    heads = cached_kv_heads(text_config(model))
     specs = []
     for index, window in enumerate(windows):
         name = names[index]

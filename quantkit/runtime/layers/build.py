@@ -171,6 +171,9 @@ def load_parameters(
         first = name
         if twin in weights.names and name not in separate and _equal(weights, name, str(twin)):
             first = str(twin)
+        if name in weights.stored_buffers:
+            weights.load_parameter(name, device)
+            continue
         if first not in shared:
             shared[first] = nn.Parameter(weights.read(first).to(device), requires_grad=False)
         owner, _, local = name.rpartition(".")

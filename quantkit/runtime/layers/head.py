@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
@@ -87,3 +88,37 @@ def _replace(module: Any, head: nn.Linear, packed: PackedWeight, dtype: torch.dt
 def _set(module: Any, name: str, layer: nn.Module) -> None:
     owner, _, local = name.rpartition(".")
     setattr(module.get_submodule(owner), local, layer)
+
+
+class _Given:
+    """A base model that returns the hidden states that it is given."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # OPT's head calls model.decoder
+
+    def __call__(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
+        return _Final(inputs_embeds)
+
+
+class _Final:
+    """What a base model returns: final hidden states, and None for every other field that a head may pass on."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def head_only(module: Any) -> Any:
+    """Return the model without its body: it maps ``inputs_embeds`` (final hidden states) to logits.
+
+    The architecture's own code does it, so every scaling and soft cap (gemma, cohere, granite) is right without a list
+    of them. Shares all weights.
+    """
+    alone = copy.copy(module)
+    alone.__dict__["_modules"] = {**module._modules, module.base_model_prefix: _Given()}
+    return alone
