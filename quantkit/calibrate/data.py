@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.long_texts import MOST_TOKENS
 from quantkit.checkpoint.texts import load_text
-from quantkit.checkpoint.tokenizer import check_vocabulary, token_ids, wants_bos
+from quantkit.checkpoint.tokenizer import check_vocabulary, long_text_ids, wants_bos
 from quantkit.errors import RequestError
 
 
 @dataclass(frozen=True)
 class CalibrationWindows:
-    """Calibration tokens: int64 [samples, seq_len], and where they come from."""
+    """Calibration tokens: int64 [samples, seq_len], and where they come from.
+
+    whole: False if the text goes on beyond what was read; the windows were drawn from, and the hash is, what was read.
+    """
 
     ids: Tensor
     name: str
     text_sha256: str
     bos: bool
     seed: int
+    whole: bool = True
 
     def words(self) -> str:
         """Say how many and how long, for people."""
@@ -47,7 +52,7 @@ def load_windows(
     wrong tokenizer).
     """
     text = load_text(name, split="calibration")
-    ids = torch.tensor(token_ids(tokenizer, text.text), dtype=torch.int64)
+    ids = torch.from_numpy(long_text_ids(tokenizer, text.text, MOST_TOKENS))  # int32: of a long text, few are drawn
     bos = wants_bos(tokenizer)
     room = seq_len - int(bos)
     count = len(ids) // room
@@ -65,7 +70,7 @@ def load_windows(
         )
     check_vocabulary([int(ids.max())], {"vocab_size": vocab_size}, "calibration")
     chosen = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[after : after + samples].sort().values
-    windows = ids[: count * room].reshape(count, room)[chosen]
+    windows = ids[: count * room].reshape(count, room)[chosen].to(torch.int64)
     if bos:
         windows = torch.cat([torch.full((samples, 1), tokenizer.bos_token_id, dtype=torch.int64), windows], dim=1)
-    return CalibrationWindows(windows, text.name, text.sha256, bos, seed)
+    return CalibrationWindows(windows, text.name, text.sha256, bos, seed, text.whole and len(ids) < MOST_TOKENS)

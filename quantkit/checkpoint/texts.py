@@ -16,7 +16,7 @@ from typing import Any, Literal
 from quantkit.checkpoint.fetch import fetch
 from quantkit.checkpoint.regular import given_path
 from quantkit.checkpoint.text_files.parquet import read_parquet
-from quantkit.checkpoint.text_files.plain import read_plain
+from quantkit.checkpoint.text_files.plain import Beginning, read_plain
 from quantkit.checkpoint.text_files.records import SEPARATOR, read_jsonl, text_bytes, text_field
 from quantkit.errors import MissingExtra, QuantkitError, RequestError, SourceError
 
@@ -39,11 +39,15 @@ HUB_CHARACTERS = 8_000_000  # enough for any calibration or evaluation here; a h
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text: the name it was asked for by, its characters, and the sha256 of their UTF-8 bytes."""
+    """One text: the name it was asked for by, its characters, and the sha256 of their UTF-8 bytes.
+
+    whole: False if the text goes on beyond what was read.
+    """
 
     name: str
     text: str
     sha256: str
+    whole: bool = True
 
 
 def load_text(name: str, *, split: Split) -> Text:
@@ -51,7 +55,8 @@ def load_text(name: str, *, split: Split) -> Text:
 
     name: ``wikipedia-sample`` (also with ``:calibration`` or ``:evaluation``), ``news-sample``, ``builtin``, a local
     .txt, .md or other UTF-8 file (.gz unpacked), a .jsonl or .parquet file (field or column ``text``), or
-    ``hub:dataset[:config[:split]]``.
+    ``hub:dataset[:config[:split]]``. Of a long one the beginning is read:
+    ``plain.MOST_BYTES``, HUB_CHARACTERS.
     split: what it is for; a text that may not serve that is refused.
 
     Raises RequestError for a name or purpose that is wrong, SourceError for a file that is missing, empty or
@@ -69,7 +74,7 @@ def load_text(name: str, *, split: Split) -> Text:
             raise RequestError(
                 "builtin: for calibration only; it differs between Python versions. Use wikipedia-sample."
             )
-        return _text(name, _builtin())
+        return _text(name, Beginning(_builtin()))
     if name == "self":
         raise RequestError(
             "self: text that the model writes, for `quantkit convert --calibration self` alone. Name a text or give a"
@@ -88,13 +93,14 @@ def load_text(name: str, *, split: Split) -> Text:
     return _text(name, read_jsonl(path) if ".jsonl" in path.suffixes else read_plain(path))
 
 
-def _text(name: str, text: str) -> Text:
-    if not text.strip():
-        raise SourceError(f"{name}: the text is empty. Give a file with something in it.")
-    return Text(name, text, hashlib.sha256(text.encode("utf-8")).hexdigest())
+def _text(name: str, read: Beginning) -> Text:
+    if not read.text.strip():
+        far = "" if read.whole else " as far as it was read"
+        raise SourceError(f"{name}: the text is empty{far}. Give a file with something in it.")
+    return Text(name, read.text, hashlib.sha256(read.text.encode("utf-8")).hexdigest(), read.whole)
 
 
-def _wikipedia(half: str, split: Split) -> str:
+def _wikipedia(half: str, split: Split) -> Beginning:
     if half not in ("", "calibration", "evaluation"):
         raise RequestError(f"wikipedia-sample:{half}: there are two halves, calibration and evaluation.")
     if half and half != split:
@@ -120,7 +126,7 @@ def _builtin() -> str:
     return SEPARATOR.join(prose)
 
 
-def _hub(spec: str, split: Split) -> str:
+def _hub(spec: str, split: Split) -> Beginning:
     """Stream ``dataset[:config[:split]]`` until enough characters are there."""
     dataset, _, rest = spec.partition(":")
     config, _, part = rest.partition(":")
@@ -148,7 +154,8 @@ def _hub(spec: str, split: Split) -> str:
             f"hub:{spec}: cannot be read ({type(error).__name__}: {str(error)[:300]}). Check the name, config and split"
             f" ({part!r} was asked for), or download a text file and give its path."
         ) from error
-    return SEPARATOR.join(texts)
+    text = SEPARATOR.join(texts)
+    return Beginning(text[: 2 * HUB_CHARACTERS], whole=size < HUB_CHARACTERS)
 
 
 def _check_hub() -> None:

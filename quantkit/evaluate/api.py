@@ -223,6 +223,7 @@ def _report(
         bos=windows.bos,
         data=prepared.text.name,
         data_sha256=prepared.text.sha256,
+        data_whole=prepared.text.whole,
         tokenizer_sha256=prepared.tokenizer_sha256,
         ids_sha256=windows.digest(),
         dtype=str(measured.dtype).removeprefix("torch."),

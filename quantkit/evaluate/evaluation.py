@@ -20,7 +20,8 @@ class Evaluation:
     ``baseline`` to ``top1_agreement_stderr`` are None without a baseline, ``bits_per_weight`` (quantized linears,
     scales and zeros counted) for a model that is not quantized. ``model_bits_per_weight`` is 8 x checkpoint tensor
     bytes / parameters, tied ones counted once. ``tokens`` counts BOS; ``scored_tokens`` are those with a loss.
-    ``streamed``: one decoder block was in memory at a time; the figures are the same.
+    ``streamed``: one decoder block was in memory at a time; the figures are the same. ``data_whole``: False if the text
+    goes on beyond what was read; the hash is that of what was read.
 
     ``kv_bits``: of the cache, as the command line takes them; ``kv_scales``: "online", "static" or "fp8", None at 16
     bits; ``kv_bits_per_number``: what a cached number takes once it is packed, scales counted, the newest tokens (16
@@ -40,6 +41,7 @@ class Evaluation:
     bos: bool
     data: str
     data_sha256: str
+    data_whole: bool
     tokenizer_sha256: str
     ids_sha256: str
     dtype: str
@@ -102,6 +104,7 @@ class Evaluation:
         kernels = "the runtime's kernels" if self.runtime else f"weights dequantized to {self.dtype}"
         bos = "BOS first" if self.bos else "no BOS"
         half = ", the half for evaluation" if self.data == "wikipedia-sample" else ""
+        half += "" if self.data_whole else ", its beginning"
         return [
             ("perplexity", f"{self.perplexity:.4f}{_pm(self.stderr, '.2f')}"),
             *self._compared(),

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoint.long_texts import MOST_TOKENS
 from quantkit.errors import RequestError
+from quantkit.evaluate.kv_cache.planted_facts import TEXTS
 from quantkit.evaluate.perplexity import OnProgress
-from quantkit.evaluate.windows import EvaluationWindows, make_windows
+from quantkit.evaluate.windows import DEFAULT_SEQ_LEN, EvaluationWindows, make_windows
 
 if TYPE_CHECKING:
     from quantkit.checkpoint.source import Source
@@ -23,8 +28,9 @@ if TYPE_CHECKING:
 class Prepared:
     """A model before its weights are read, and the text it will be measured on.
 
-    name: of the model, as it was given. tokenizer_sha256: see ``tokens.tokenizer_digest``. text_ids: of the whole text.
-    bos_id: what opens each window, None for a model that sees no BOS.
+    name: of the model, as it was given. tokenizer_sha256: see ``tokens.tokenizer_digest``. text_ids: of the text, int32
+    ``[tokens]``, or its first ``most`` where no more are needed. bos_id: what opens each window, None for a model that
+    sees no BOS.
     """
 
     name: str
@@ -32,7 +38,8 @@ class Prepared:
     text: Text
     tokenizer: Any
     tokenizer_sha256: str
-    text_ids: list[int]
+    text_ids: NDArray[np.int32]
+    most: int
     bos_id: int | None
     windows: EvaluationWindows
 
@@ -58,15 +65,24 @@ def prepare(
     text = load_text(data, split="evaluation")
     tokenizer = load_tokenizer(source)
     bos = bos_id(tokenizer) if wants_bos(tokenizer) else None
-    ids = text_ids(tokenizer, text.text)
-    check_vocabulary(ids, source.config, model)
+    most = _needed(tokens, protocol, seq_len)
+    ids = text_ids(tokenizer, text.text, most)
+    text = replace(text, whole=text.whole and len(ids) < MOST_TOKENS)
+    check_vocabulary([int(ids.max())], source.config, model)
     windows = make_windows(ids, protocol=protocol, seq_len=seq_len, bos_id=bos, tokens=tokens)
     limit = source.config.get("max_position_embeddings")
     if isinstance(limit, int) and windows.seq_len > limit:
         raise RequestError(
             f"--seq-len {windows.seq_len}: {model} was made for at most {limit} tokens. Lower --seq-len."
         )
-    return Prepared(str(model), source, text, tokenizer, tokenizer_digest(tokenizer), ids, bos, windows)
+    return Prepared(str(model), source, text, tokenizer, tokenizer_digest(tokenizer), ids, most, bos, windows)
+
+
+def _needed(tokens: int | None, protocol: str, seq_len: int | None) -> int:
+    """Return how many tokens of the text windows and planted facts take at most."""
+    if tokens is None:
+        return MOST_TOKENS
+    return min(max(tokens, TEXTS * (seq_len or DEFAULT_SEQ_LEN.get(protocol, 0)), 1), MOST_TOKENS)
 
 
 def prepare_baseline(
@@ -92,7 +108,7 @@ def prepare_baseline(
     from quantkit.checkpoint.tokenizer import load_tokenizer
     from quantkit.evaluate import streamed
     from quantkit.evaluate.divergence import Baseline, record_baseline
-    from quantkit.evaluate.tokens import check_same_tokens
+    from quantkit.evaluate.tokens import check_same_tokens, text_ids
     from quantkit.runtime.load import load
 
     source = open_source(baseline)
@@ -101,7 +117,9 @@ def prepare_baseline(
             f"--baseline {baseline} is quantized itself. Name the 16- or 32-bit original. (A model is its own baseline,"
             " with a 16-bit cache, where --kv-bits or the checkpoint quantizes the cache.)"
         )
-    check_same_tokens(prepared.tokenizer, load_tokenizer(source), prepared.text.text, prepared.name, str(baseline))
+    tokenizer = load_tokenizer(source)
+    ids = text_ids(tokenizer, prepared.text.text, prepared.most)
+    check_same_tokens(prepared.text_ids, ids, prepared.tokenizer, tokenizer, (prepared.name, str(baseline)))
     windows, name = prepared.windows, str(baseline)
     if streamed.must_stream(source, dtype, device, stream):
         passed = streamed.stream(source, windows, dtype=dtype, device=device, what="original", progress=progress)

@@ -6,14 +6,22 @@ import hashlib
 import json
 from typing import Any
 
-from quantkit.checkpoint.tokenizer import token_ids
+import numpy as np
+from numpy.typing import NDArray
+
+from quantkit.checkpoint.tokenizer import long_text_ids
 from quantkit.errors import RequestError, SourceError
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of the whole text as one string, without special tokens. Raises SourceError if there are none."""
-    ids = token_ids(tokenizer, text)
-    if not ids:
+def text_ids(tokenizer: Any, text: str, most: int | None = None) -> NDArray[np.int32]:
+    """Return the ids of the whole text as one string, without special tokens: int32 ``[tokens]``.
+
+    most: only the first of them, for a comparison or windows that need no more.
+
+    Raises SourceError if there are none.
+    """
+    ids = long_text_ids(tokenizer, text, most)
+    if not len(ids):
         raise SourceError("The text is empty: it has no tokens. Give a longer text.")
     return ids
 
@@ -35,14 +43,19 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
-def check_same_tokens(one: Any, other: Any, text: str, one_name: str, other_name: str) -> None:
-    """Raise RequestError, saying where they part, when two tokenizers do not give a text identical ids."""
+def check_same_tokens(
+    first: NDArray[np.int32], second: NDArray[np.int32], one: Any, other: Any, names: tuple[str, str]
+) -> None:
+    """Raise RequestError, saying where they part, when two tokenizers do not give a text identical ids.
+
+    first, second: what tokenizer ``one`` and ``other`` make of it, int32 ``[tokens]``. names: of both models.
+    """
+    one_name, other_name = names
     remedy = "A comparison needs identical token ids; name the original that this model was converted from."
-    first, second = text_ids(one, text), text_ids(other, text)
-    if first != second:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-        )
+    if not np.array_equal(first, second):
+        shared = min(len(first), len(second))
+        apart = np.flatnonzero(first[:shared] != second[:shared])
+        at = int(apart[0]) if len(apart) else shared
         raise RequestError(
             f"The tokenizers of {one_name} and {other_name} differ: {len(first)} and {len(second)} tokens for the text,"
             f" parting at token {at}. {remedy}"
@@ -53,5 +66,7 @@ def check_same_tokens(one: Any, other: Any, text: str, one_name: str, other_name
             f" {remedy}"
         )
     if one.get_vocab() != other.get_vocab():
-        apart = set(one.get_vocab().items()) ^ set(other.get_vocab().items())
-        raise RequestError(f"The vocabularies of {one_name} and {other_name} differ in {len(apart)} entries. {remedy}")
+        entries = set(one.get_vocab().items()) ^ set(other.get_vocab().items())
+        raise RequestError(
+            f"The vocabularies of {one_name} and {other_name} differ in {len(entries)} entries. {remedy}"
+        )

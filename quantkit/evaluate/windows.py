@@ -13,7 +13,9 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quantkit.errors import RequestError, SourceError
@@ -65,7 +67,7 @@ class EvaluationWindows:
 
 
 def make_windows(
-    text_ids: Sequence[int],
+    text_ids: Sequence[int] | NDArray[np.int32],
     *,
     protocol: str,
     seq_len: int | None = None,
@@ -84,9 +86,9 @@ def make_windows(
             f"--tokens {tokens} is less than one window of {seq_len} tokens. Raise --tokens or lower --seq-len."
         )
     step = seq_len - 1 if bos_id is not None and protocol == "gptq" else seq_len
-    stream = list(text_ids)
+    stream = torch.from_numpy(np.array(text_ids, dtype=np.int64))
     if bos_id is not None and protocol == "llama.cpp":
-        stream = [bos_id, *stream]
+        stream = torch.cat([torch.tensor([bos_id]), stream])
     available = len(stream) // step
     wanted = available if tokens is None else tokens // seq_len
     if available < max(wanted, 1):
@@ -94,7 +96,7 @@ def make_windows(
             f"The text has {len(text_ids)} tokens: {available} windows of {seq_len}, and {max(wanted, 1)} are asked"
             " for. Lower --tokens or --seq-len, or take a longer text."
         )
-    ids = torch.tensor(stream[: wanted * step], dtype=torch.int64).reshape(wanted, step)
+    ids = stream[: wanted * step].reshape(wanted, step)
     if bos_id is not None:
         opening = torch.full((wanted, 1), bos_id, dtype=torch.int64)
         ids = torch.cat([opening, ids if protocol == "gptq" else ids[:, 1:]], dim=1)

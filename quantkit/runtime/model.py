@@ -19,7 +19,7 @@ from quantkit.model.language import text_config
 from quantkit.runtime.decode.definition import definition_step
 from quantkit.runtime.generate.chat_template import chat_text
 from quantkit.runtime.generate.loop import Generation, Piece, run
-from quantkit.runtime.generate.prompts import Messages, as_batch, checked
+from quantkit.runtime.generate.prompts import Messages, as_batch, checked, prompt_ids
 from quantkit.runtime.generate.sampling import GenerationOptions, check_options
 from quantkit.runtime.kernels.cpu_layouts import WIDE, HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
@@ -358,16 +358,15 @@ class Model:
         prompt: text or chat messages.
         chat: use the chat template on text, too.
 
-        Raises RequestError for what is no prompt, or a model without chat template, SourceError if the template fails.
+        Raises RequestError for what is no prompt or far beyond the context, or a model without chat template,
+        SourceError if the template fails.
         """
-        from quantkit.checkpoint.tokenizer import token_ids
-
         given = checked(prompt, "the prompt")
         if isinstance(given, str) and not chat:
-            return self._checked(token_ids(self.tokenizer, given, special=True))
+            return self._checked(prompt_ids(self.tokenizer, given, special=True, context=self.context))
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         text = chat_text(self.tokenizer, messages)
-        return self._checked(token_ids(self.tokenizer, text))
+        return self._checked(prompt_ids(self.tokenizer, text, special=False, context=self.context))
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         from quantkit.checkpoint.tokenizer import check_vocabulary

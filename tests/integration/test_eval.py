@@ -177,6 +177,7 @@ def test_json_is_one_object_with_every_figure_and_nothing_else(
         "seq_len",
         "data",
         "data_sha256",
+        "data_whole",
         "bos",
         "baseline_perplexity",
         "delta_ln_ppl",

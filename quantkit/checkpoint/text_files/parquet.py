@@ -6,22 +6,22 @@ import importlib.util
 from pathlib import Path
 
 from quantkit.checkpoint.regular import check_regular
-from quantkit.checkpoint.text_files.plain import MOST_BYTES, too_long
+from quantkit.checkpoint.text_files.plain import MOST_BYTES, Beginning, beginning
 from quantkit.checkpoint.text_files.records import names
 from quantkit.core.limited_child import LimitedChild, Stopped
 from quantkit.errors import MissingExtra, SourceError
 
 TASK = Path(__file__).with_name("parquet_task.py")
 MEMORY = 512 << 20
-SECONDS = 5  # of processor time; 32 MB of text take less than one
+SECONDS = 5  # of processor time; 6 MB of text take less than one
 
 
-def read_parquet(path: Path) -> str:
-    """Join the column ``text`` of a parquet file; rows without a value are left out.
+def read_parquet(path: Path) -> Beginning:
+    """Join the column ``text`` of a parquet file, up to MOST_BYTES; rows without a value are left out.
 
     path: the file.
 
-    Raises SourceError for what is no regular file, is damaged or too large, or has no such column of strings.
+    Raises SourceError for what is no regular file, is damaged, needs too much memory, or has no such column of strings.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise MissingExtra("pyarrow", "dev", "Reading a parquet file")
@@ -47,7 +47,4 @@ def read_parquet(path: Path) -> str:
         raise SourceError(
             f"{path}: not a readable parquet file ({' '.join(reply['error'][:300].split())}). Download it again."
         )
-    if "text" not in reply:
-        raise too_long(path)
-    text: str = reply["text"]
-    return text
+    return beginning(reply["text"].encode(), f"{path}:")

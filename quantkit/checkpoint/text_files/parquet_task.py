@@ -12,9 +12,9 @@ ROWS = 1024
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return ``text``; or ``columns``, ``doubled`` or ``error`` where there is none; or nothing if it is too long.
+    """Return ``text``; or ``columns``, ``doubled`` or ``error`` where there is none.
 
-    request: ``path`` of the file, ``most`` bytes of text.
+    request: ``path`` of the file, ``most`` bytes of text; of a longer one some more than that are returned.
     """
     try:
         with parquet.ParquetFile(request["path"]) as file:
@@ -44,12 +44,17 @@ def _join(file: Any, most: int) -> dict[str, Any]:
                 return {"error": f"row {row} of column 'text' is not UTF-8 text: {error.reason}"}
             if value is None:
                 continue
-            texts.append(value)
+            texts.append(value[: most + 1])
             size += len(value) + len(SEPARATOR)
             if size > most:
-                return {}
-    text = SEPARATOR.join(texts)
-    return {"text": text} if len(text.encode()) <= most else {}
+                return {"text": _first(SEPARATOR.join(texts), most)}
+    return {"text": _first(SEPARATOR.join(texts), most)}
+
+
+def _first(text: str, most: int) -> str:
+    """Return the text; of one with more than ``most`` bytes, a character more than these hold."""
+    data = text.encode()
+    return text if len(data) <= most else data[: most + 4].decode(errors="ignore")
 
 
 def _holds_text(kind: Any) -> bool:

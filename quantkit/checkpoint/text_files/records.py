@@ -7,45 +7,52 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.text_files.plain import BOM, MOST_BYTES, decoded, too_long, unpacked
+from quantkit.checkpoint.text_files.plain import BOM, MOST_BYTES, Beginning, beginning, decoded, unpacked
 from quantkit.errors import SourceError
 
 SEPARATOR = "\n\n"
-MOST_FILE = 2 * MOST_BYTES  # bytes of a JSONL file: beside the text there are other fields
-MOST_LINE = MOST_BYTES // 2  # bytes of a line: what it says may take 25 times as much in memory
-MOST_LINES = 1_000_000  # of 32 bytes, in a text of full size
+MOST_FILE = 64_000_000  # bytes of a JSONL file: beside the text there are other fields
+MOST_LINE = 16_000_000  # bytes of a line: what it says may take 25 times as much in memory
+MOST_LINES = 500_000  # more than this many lines of a dozen letters are a text of full size
 SHOWN = 12  # fields that an error lists
 
 
-def read_jsonl(path: Path) -> str:
-    """Join the ``text`` fields of a JSONL file, unpacked if its name ends in .gz.
+def read_jsonl(path: Path) -> Beginning:
+    """Join the ``text`` fields of a JSONL file, unpacked if its name ends in .gz, up to MOST_BYTES.
 
-    path: the file, one JSON object a line; empty lines are passed over.
+    path: the file, one JSON object a line; empty lines are passed over. Of a very long one no more than MOST_LINES or
+    MOST_FILE is read.
 
-    Raises SourceError for what is no regular file, too large, or has a line without such a field.
+    Raises SourceError for what is no regular file, or has a line without such a field, or one that is too long.
     """
     texts: list[str] = []
     size, read, number = 0, 0, 0
     with unpacked(path) as stream:
-        while line := stream.readline(MOST_LINE + 1):
+        while size <= MOST_BYTES and (line := stream.readline(MOST_LINE + 1)):
             number += 1
             read += len(line)
             where = f"{path}: line {number}"
-            if len(line) > MOST_LINE or read > MOST_FILE:
+            if len(line) > MOST_LINE:
                 raise SourceError(
-                    f"{where} goes beyond {MOST_LINE if len(line) > MOST_LINE else MOST_FILE:,} bytes, more than"
-                    " calibration or evaluation can use. Give a part of the file."
+                    f"{where} goes beyond {MOST_LINE:,} bytes, more than calibration or evaluation can use."
+                    " Give a part of the file."
                 )
-            if number > MOST_LINES:
-                raise SourceError(f"{path}: has more than {MOST_LINES:,} lines. Give a part of the file.")
+            if read > MOST_FILE or number > MOST_LINES:
+                return Beginning(joined(texts, path).text, whole=False)
             written = decoded(line.removeprefix(BOM) if number == 1 else line, f"{where}:")
             if not written.strip():
                 continue
             texts.append(text_field(_record(written, where), where))
-            size += text_bytes(texts[-1], where)
-            if size > MOST_BYTES:
-                raise too_long(path)
-    return SEPARATOR.join(texts)
+            size += text_bytes(texts[-1], where) + len(SEPARATOR)
+    return joined(texts, path)
+
+
+def joined(texts: list[str], where: object) -> Beginning:
+    """Join the texts of records, up to MOST_BYTES.
+
+    texts: without halves of surrogate pairs. where: file or data set, as an error begins.
+    """
+    return beginning(SEPARATOR.join(texts).encode(), f"{where}:")
 
 
 def _record(line: str, where: str) -> Any:

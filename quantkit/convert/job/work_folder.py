@@ -149,7 +149,10 @@ class Work:
     def keep_text(self, windows: CalibrationWindows) -> None:
         """Keep the text that the model wrote for its own calibration."""
         with disk(self.folder):
-            write_record(self.folder / "text.json", {**asdict(windows), "ids": windows.ids.tolist()})
+            write_record(
+                self.folder / "text.json",
+                {name: getattr(windows, name) for name in TEXT} | {"ids": windows.ids.tolist()},
+            )
 
     def text(self) -> CalibrationWindows | None:
         """Return the text that ``keep_text`` kept, None if there is none.

@@ -145,3 +145,11 @@ def unused_windows(options: ConvertOptions) -> list[str]:
     if not left:
         return []
     return [f"--distil {options.distil}: a step takes {step} windows, {options.distil - left} of them are used"]
+
+
+def unread_text(*windows: CalibrationWindows | None) -> list[str]:
+    """Return a note if the text goes on beyond what was read of it."""
+    for one in windows:
+        if one is not None and not one.whole:
+            return [f"--calibration {one.name}: the text is long; windows are drawn from its beginning alone"]
+    return []

@@ -20,7 +20,7 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.bit_budget import BitBudget, cache_bytes, plan_bit_budget
-from quantkit.convert.plan.calibration_text import read_inputs, too_few_tokens, unused_windows
+from quantkit.convert.plan.calibration_text import read_inputs, too_few_tokens, unread_text, unused_windows
 from quantkit.convert.plan.carried import carried
 from quantkit.convert.plan.column_loops import column_loops
 from quantkit.convert.plan.inputs import Inputs
@@ -150,6 +150,7 @@ def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
         *leftovers(options),
         *chosen.warnings,
         *_text_notes(options, weights, blocks, inputs.calibration),
+        *unread_text(inputs.calibration, inputs.sensitivity, inputs.distil),
         *_source_notes(options, source, form),
     ]
     return Plan(

@@ -21,7 +21,7 @@ from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan import self_calibration
-from quantkit.convert.plan.calibration_text import read_windows
+from quantkit.convert.plan.calibration_text import read_windows, unread_text
 from quantkit.convert.plan.memory import batch_tokens
 from quantkit.convert.plan.memory_inputs import kv_sample_bytes
 from quantkit.convert.results import BlockResult
@@ -85,7 +85,7 @@ def plan_cache(source: Source, out: Path, requested: Mapping[str, Any], problems
         return None
     model = build_skeleton(source.config)
     windows = read_windows(options, load_tokenizer(source), model, problems)
-    host, warnings = _host_bytes(model, options), []
+    host, warnings = _host_bytes(model, options), unread_text(windows)
     if windows is not None and windows.ids.is_meta:
         whole = self_calibration.model_and_cache_bytes(
             text_config(model), sum(p.numel() for p in model.parameters()), options

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quantkit.errors import RequestError, SourceError
@@ -76,7 +78,7 @@ class PlantedFacts:
 
 def plant(
     tokenizer: Any,
-    text_ids: Sequence[int],
+    text_ids: Sequence[int] | NDArray[np.int32],
     *,
     seq_len: int,
     bos_id: int | None = None,
@@ -106,7 +108,7 @@ def plant(
                 " text. Lower --seq-len, or take a longer text."
             )
         order = chance.sample(range(len(depths)), len(depths))
-        planted.append(_assemble(text_ids[at : at + room], facts, depths, order, bos_id))
+        planted.append(_assemble([int(token) for token in text_ids[at : at + room]], facts, depths, order, bos_id))
         at += room
     return planted
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from quantkit.checkpoint.long_texts import PIECE
+from quantkit.checkpoint.tokenizer import token_ids
 from quantkit.errors import RequestError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -50,6 +52,28 @@ def checked(prompt: Any, where: str) -> str | list[dict[str, Any]]:
                 ' {"role": "user", "content": "..."}.'
             )
     return [_value(message, f"{where}: message {number}", 0) for number, message in enumerate(prompt, 1)]
+
+
+def prompt_ids(tokenizer: Any, text: str, *, special: bool, context: int | None) -> list[int]:
+    """Return the token ids of a prompt.
+
+    special: with the tokens that the model puts around a text. context: tokens that the model can attend to, None
+    without a limit.
+
+    Raises RequestError for a text of a length that cannot fit the context; of a short one it is for the caller to say.
+    """
+    if len(text) <= PIECE or context is None:
+        return token_ids(tokenizer, text, special=special)
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    if len(text) > context * longest:
+        raise RequestError(
+            f"the prompt has {len(text):,} characters: more than the model's context of {context} tokens can hold, of"
+            f" at most {longest} characters each. Shorten the prompt."
+        )
+    ids = token_ids(tokenizer, text, special=special, most=context + 1)
+    if len(ids) > context:
+        raise RequestError(f"the prompt has more tokens than the model's context of {context}. Shorten the prompt.")
+    return ids
 
 
 def _value(value: Any, where: str, depth: int) -> Any:
