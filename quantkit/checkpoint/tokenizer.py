@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 ONLY_IN_5 = ("backend", "is_local", "local_files_only")
 
+CONFIG = "tokenizer_config.json"
 MOST_BYTES = 100_000_000  # of a tokenizer's file; Gemma's has 33 million
 MOST_GROWTH = 64  # times as long, in bytes: a space becomes three for its mark
 MOST_TOKENS = 16  # of a letter: one for each of its bytes, and some for what marks words
@@ -172,14 +173,39 @@ def _locate(ref: str | Path | Source) -> Path:
 
 
 def _from_folder(path: Path) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     _require_vocabulary(path)
     _check_files(path)
+    reader: Any = AutoTokenizer
+    if class_of_its_own(path):
+        if (path / "tokenizer.json").is_file():
+            reader = PreTrainedTokenizerFast
+        elif "auto_map" in read_json(path / CONFIG):
+            raise SourceError(
+                f"{path / CONFIG}: names code of the folder as its tokenizer (auto_map), which is not run, and there is"
+                " no tokenizer.json, which would do without. Take a folder of the model that has one, or a GGUF file."
+            )
     with _library_errors(path, "loaded"):
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer: Any = reader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     _check_loaded(tokenizer, path)
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def class_of_its_own(folder: Path) -> bool:
+    """Return whether a folder's tokenizer_config.json names a class that transformers does not have.
+
+    Raises SourceError for a file that is no JSON object.
+    """
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if not (folder / CONFIG).exists():
+        return False
+    config = read_json(folder / CONFIG)
+    name = config.get("tokenizer_class")
+    if not isinstance(name, str) or not name:
+        return "auto_map" in config
+    return not any(tokenizer_class_from_name(one) for one in (name, name.removesuffix("Fast"), f"{name}Fast"))
 
 
 def _check_files(path: Path) -> None:
@@ -213,7 +239,7 @@ def _check_loaded(tokenizer: Any, path: Path) -> None:
     longest = tokenizer.model_max_length
     if isinstance(longest, bool) or not isinstance(longest, (int, float)):
         raise SourceError(
-            f"{path / 'tokenizer_config.json'}: model_max_length is {repr(longest)[:60]}, expected a number of tokens."
+            f"{path / CONFIG}: model_max_length is {repr(longest)[:60]}, expected a number of tokens."
             " Correct it, or download the file again."
         )
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -305,9 +331,9 @@ def _require_vocabulary(path: Path) -> None:
 
 def repair_config(folder: Path) -> None:
     """Make tokenizer_config.json readable by transformers 4 as well, and put the chat template where both find it."""
-    path = folder / "tokenizer_config.json"
+    path = folder / CONFIG
     config: dict[str, Any] = read_json(path) if path.exists() else {"tokenizer_class": GENERIC_CLASS}
-    if config.get("tokenizer_class") in (None, "TokenizersBackend"):
+    if config.get("tokenizer_class") in (None, "TokenizersBackend") or class_of_its_own(folder):
         config["tokenizer_class"] = GENERIC_CLASS
     config = passed_on(config)
     for key in ONLY_IN_5:

@@ -133,6 +133,37 @@ def test_a_blob_that_is_a_link_itself_is_refused(tiny_model: Path, secret: Path,
         FolderSource(snapshot)
 
 
+def test_blobs_on_another_disk_are_read_in_the_users_own_cache_alone(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    snapshot = hub_cache(tiny_model, tmp_path / "hub")
+    blobs = snapshot.parents[1] / "blobs"
+    shutil.move(blobs, tmp_path / "disk")
+    blobs.symlink_to(tmp_path / "disk")
+    with pytest.raises(SourceError, match="leads out"):  # a stranger may have made it
+        FolderSource(snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert FolderSource(snapshot).config == FolderSource(tiny_model).config
+    (tmp_path / "disk" / "id_rsa").write_text(SECRET)
+    plant(snapshot, "NOTICE", blobs / "id_rsa")
+    with pytest.raises(SourceError, match=r"NOTICE: leads out"):  # no blob's name
+        FolderSource(snapshot)
+    (snapshot / "NOTICE").unlink()
+    (tmp_path / "disk" / f"{99:040x}").symlink_to(tmp_path / "disk" / "id_rsa")
+    plant(snapshot, "NOTICE", blobs / f"{99:040x}")
+    with pytest.raises(SourceError, match=r"NOTICE: leads out"):
+        FolderSource(snapshot)
+
+
+def test_a_cache_that_is_reached_by_a_link_is_read(tiny_model: Path, tmp_path: Path) -> None:
+    """HF_HOME on another disk."""
+    snapshot = hub_cache(tiny_model, tmp_path / "disk")
+    (tmp_path / "hub").symlink_to(tmp_path / "disk")
+    assert FolderSource(tmp_path / "hub" / snapshot.relative_to(tmp_path / "disk")).config
+
+
 @pytest.mark.parametrize("repository", ["evil", "datasets--org--name"])
 def test_blobs_beside_what_is_no_models_repository_are_not_followed(
     repository: str, tiny_model: Path, tmp_path: Path

@@ -57,7 +57,7 @@ def prose(path: Path) -> None:
 
 def records(path: Path) -> None:
     path.write_bytes(
-        b'{"text": "The history of the world.", "other": "' + b"x" * 1000 + b'"}\n' + b'{"text": "a b"}\n' * 10**6
+        b'{"text": "The history of the world.", "other": "' + b"x" * 1000 + b'"}\n' + b'{"text": "a b c d e f"}\n' * 490_000
     )
 
 

@@ -81,3 +81,42 @@ def test_a_tokenizer_file_that_is_none_is_named(
     (tiny_model / name).unlink(missing_ok=True)
     make(tiny_model / name)
     limited(READ, str(tiny_model)).refused(name)
+
+
+FOREIGN = [
+    {"tokenizer_class": "MineTokenizer"},
+    {"tokenizer_class": "MineTokenizerFast", "auto_map": {"AutoTokenizer": ["tokenization_m.E", None]}},
+    {"tokenizer_class": None, "auto_map": {"AutoTokenizer": ["tokenization_m.E", "tokenization_m.E"]}},
+    {"tokenizer_class": "MineTokenizer", "auto_map": ["org/name--tokenization_m.E", None]},
+]
+
+
+@pytest.mark.parametrize("change", FOREIGN, ids=lambda change: str(change)[:60])
+def test_a_tokenizer_that_names_code_is_read_from_its_file(
+    change: dict[str, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    from quantkit.checkpoint.tokenizer import load_tokenizer, repair_config, token_ids
+
+    whole = load_tokenizer(tiny_model)
+    config = tiny_model / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    (tiny_model / "tokenization_m.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nclass E:\n    pass\n")
+    loaded = load_tokenizer(tiny_model)
+    assert token_ids(loaded, LONG, special=True) == token_ids(whole, LONG, special=True)
+    assert loaded.special_tokens_map == whole.special_tokens_map
+    assert loaded.chat_template == whole.chat_template
+    repair_config(tiny_model)  # as it goes into an output
+    written = json.loads(config.read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "auto_map" not in written
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("change", FOREIGN[1:], ids=lambda change: str(change)[:60])
+def test_a_tokenizer_that_is_code_alone_is_refused(change: dict[str, Any], tiny_model: Path, limited: Limited) -> None:
+    config = tiny_model / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    (tiny_model / "tokenizer.json").rename(tiny_model / "tokenizer.model")
+    outcome = limited(READ, str(tiny_model))
+    outcome.refused("tokenizer_config.json", "which is not run", "no tokenizer.json")
+    assert "trust_remote_code" not in outcome.message

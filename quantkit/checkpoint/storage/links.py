@@ -3,12 +3,16 @@
 A folder from a stranger may hold ``special_tokens_map.json`` as a link to a private file, whose content would end in
 the output. So a link in a model folder may point inside that folder, or, in a hub's cache, into the ``blobs`` of the
 same repository, where huggingface_hub keeps every file; another one is refused by name. The folder itself may be
-reached through links, since the user named it.
+reached through links, since the user named it: a hub's cache, or a repository in it, may lie on another disk.
+
+A ``blobs`` that is a link itself is followed only in the user's own hub cache (HF_HUB_CACHE), and only to files that
+are named by a hash there. Anywhere else a stranger may have made it, and would read by it what lies in any folder.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from quantkit.errors import SourceError
@@ -17,6 +21,7 @@ from quantkit.errors import SourceError
 TEMPLATES = "additional_chat_templates"
 # how huggingface_hub names a repository's folder: models--ORG--NAME/snapshots/COMMIT
 HUB_REPOSITORY = "models--"
+BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def refuse_links_out(folder: Path) -> None:
@@ -63,8 +68,22 @@ def _allowed(folder: Path) -> list[Path]:
 def _require_inside(path: Path, inside: list[Path]) -> None:
     # not Path.resolve, which raises for a circle of links: such a one is missing, for whoever opens it
     target = Path(os.path.realpath(path))
-    if not any(target.is_relative_to(folder) for folder in inside):
+    if not any(target.is_relative_to(folder) for folder in inside) and not _own_blob(path, target):
         raise SourceError(
             f"{path}: leads out of the model's folder, to {target}, and is not followed. Put a copy of the file in its"
             " place if it belongs to the model."
         )
+
+
+def _own_blob(path: Path, target: Path) -> bool:
+    """Return whether a file is a blob of the user's own hub cache, in a ``blobs`` that is a link."""
+    from huggingface_hub import constants
+
+    own = Path(os.path.realpath(path.parent))
+    cache = Path(os.path.realpath(constants.HF_HUB_CACHE))
+    for snapshots in (folder for folder in own.parents if folder.name == "snapshots"):
+        repository = snapshots.parent
+        blobs = os.path.realpath(repository / "blobs")
+        if repository.parent == cache and repository.name.startswith(HUB_REPOSITORY) and str(target.parent) == blobs:
+            return bool(BLOB.fullmatch(target.name))
+    return False
