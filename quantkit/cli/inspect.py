@@ -117,7 +117,8 @@ def _counted(texts: Iterable[str]) -> list[str]:
 
 def _structure(source: Any) -> dict[str, Any]:
     """Describe a floating-point model: blocks, linears, sizes."""
-    from quantkit.model.skeleton import Weights, block_linears, build_skeleton, find_blocks
+    from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
+    from quantkit.model.weights import Weights
 
     model = build_skeleton(source.config)
     blocks = find_blocks(model)

@@ -387,7 +387,7 @@ def _copy_unquantized(plan: Plan, decisions: Decisions, work: Work) -> None:
     reads: list[tuple[str, Callable[[str], Tensor], str]] = [
         (name, plan.source.read, name) for name in decisions.unquantized.copied
     ]
-    reads += [(plan.weights.names[name], plan.weights.raw, name) for name in decisions.unquantized.extracted]
+    reads += [(plan.weights.names[name], plan.weights.raw_as_stored, name) for name in decisions.unquantized.extracted]
     for index, (name, read, key) in enumerate(reads):
         if name in learned or work.replay(f"plain-{index:05d}") is not None:
             continue

@@ -52,7 +52,8 @@ def checkpoint_bytes(source: Source) -> int:
 
 def count_parameters(source: Source) -> int:
     """Count the parameters of the model that the config describes; a tied head counts once."""
-    from quantkit.model.skeleton import build_skeleton, tied_parameters
+    from quantkit.model.skeleton import build_skeleton
+    from quantkit.model.weights import tied_parameters
 
     model = build_skeleton(source.config)
     tied = tied_parameters(model)

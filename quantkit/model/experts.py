@@ -129,7 +129,8 @@ def _alternating(gate: Tensor, up: Tensor) -> Tensor:
 
 def is_fused(module: nn.Module) -> bool:
     """Tell whether a module owns weights of three dimensions: experts in one piece, whatever their class is called."""
-    return any(p is not None and p.dim() == 3 for p in module._parameters.values())
+    convolution = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    return not convolution and any(p is not None and p.dim() == 3 for p in module._parameters.values())
 
 
 def is_routing(parent: nn.Module, child: nn.Module) -> bool:

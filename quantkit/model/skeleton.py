@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.foreign_files.code_references import without_code
-from quantkit.checkpoint.names import TensorRef, match_names
-from quantkit.checkpoint.source import Source, finite
-from quantkit.errors import SourceError, UnsupportedModel
-from quantkit.model.experts import Experts, is_fused, routers, unfuse_experts
-from quantkit.model.language import auto_class, language_model, name_of, towers
-from quantkit.model.naming import Naming
+from quantkit.errors import UnsupportedModel
+from quantkit.model.experts import routers, unfuse_experts
+from quantkit.model.language import auto_class, language_model, name_of
+from quantkit.model.transposed import replace_conv1d
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
 
     Buffers (rotary tables, scales) are real. No code but that of transformers runs, whatever the config names.
 
-    unfuse: experts become one linear per expert and projection (``model/experts.py``).
+    unfuse: experts become one linear per expert and projection (``model/experts.py``), GPT-2's Conv1D linears.
 
     A model with vision or audio towers is built whole.
 
@@ -94,6 +92,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
     model.requires_grad_(False)
     if unfuse:
         unfuse_experts(model)
+        replace_conv1d(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -154,30 +153,27 @@ def find_blocks(model: nn.Module) -> Blocks:
     if best is None or best[0] == 0:
         raise UnsupportedModel(f"{kind}: no list of decoder blocks was found; this architecture is not supported.")
     blocks = Blocks(best[1], best[2])
-    for index, block in enumerate(blocks.modules):
-        if not block_linears(block):
-            raise UnsupportedModel(
-                f"{kind}: {blocks.name(index)} ({type(block).__name__}) holds no nn.Linear to quantize (its matrices"
-                " may be of another kind, as GPT-2's Conv1D); not supported."
-            )
-        odd = _odd_weights(block)
-        if odd:
-            raise UnsupportedModel(
-                f"{kind}: {blocks.name(index)}.{odd[0]} is a weight outside an nn.Linear (Conv1D, ...): not supported."
-            )
+    if not any(block_linears(block) for block in blocks.modules):
+        raise UnsupportedModel(
+            f"{kind}: {blocks.name(0)} ({type(blocks.modules[0]).__name__}) and all other blocks hold no nn.Linear to"
+            " quantize (their matrices are of another kind); not supported."
+        )
     return blocks
 
 
-def _odd_weights(block: nn.Module) -> list[str]:
-    """Weights of more than one dimension that neither a linear nor a router nor fused experts hold, with shapes."""
-    known = routers(block)
-    return [
-        f"{name}.{local} {list(p.shape)}"
+def dense_weights_of(block: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of a block's weights that stay in 16 bit because no linear holds them.
+
+    Convolutions, states and their gates, routers, tables: weights of more than one dimension, by name inside the block.
+    """
+    linears = block_linears(block)
+    return {
+        f"{name}.{local}" if name else local: parameter.shape
         for name, module in block.named_modules()
-        if not isinstance(module, nn.Linear) and name not in known and not is_fused(module)
-        for local, p in module.named_parameters(recurse=False)
-        if p.dim() > 1
-    ]
+        if name not in linears
+        for local, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 1
+    }
 
 
 def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
@@ -194,194 +190,3 @@ def widest_input(blocks: Blocks) -> int:
         (block_module.in_features for block in blocks.modules for block_module in block_linears(block).values()),
         default=1,
     )
-
-
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class Weights:
-    """Where each parameter of a skeleton comes from, and the loading of one module at a time.
-
-    Buffers that checkpoints store (a router's correction, a layer's scalar) are read and written like parameters.
-
-    parameters: by name, as the skeleton has them.
-    stored_buffers: the buffers that this source stores, by name.
-
-    Raises SourceError / UnsupportedModel at construction if names or shapes do not fit (everything is checked from
-    headers, before any weight is read).
-    """
-
-    def __init__(self, model: nn.Module, source: Source, dtype: torch.dtype = torch.float32) -> None:
-        self.model, self.source, self.dtype = model, source, dtype
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-        self.tied = tied_parameters(model)
-        naming = Naming(model)
-        self.sources: dict[str, TensorRef] = match_names(
-            self.parameters, source.names(), self.tied, naming.parts_of, str(source.path), naming.beside
-        )
-        buffers = persistent_buffers(model)
-        self.stored_buffers = {name: buffers[name] for name in self.sources if name in buffers}
-        self.names = self._written_names(naming)
-        for name in self.sources:
-            self._check(name)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a parameter or a stored buffer of the skeleton (its shape; parameters may be on meta)."""
-        return self.parameters[name] if name in self.parameters else self.stored_buffers[name]
-
-    def _written_names(self, naming: Naming) -> dict[str, str]:
-        """The name under which each parameter is written: as the source calls it.
-
-        If the source has fused experts, it is laid out as transformers' modules are; the experts need names of their
-        own, and the others the ones that go with them.
-        """
-        if all(stored.index is None for stored in self.sources.values()):
-            return {name: stored.name for name, stored in self.sources.items()}
-        names = {name: naming.written(name) for name in self.sources}
-        for name, twin in self.tied.items():
-            if self.sources[name] == self.sources[twin]:
-                names[name] = names[twin]
-        return names
-
-    def _check(self, name: str) -> None:
-        stored = self.sources[name]
-        info = self.source.info(stored.name)
-        tensor = self.tensor(name)
-        if info.dtype not in FLOATS and tensor.is_floating_point():
-            raise SourceError(
-                f"{self.source.path}: tensor {stored.name!r} is stored as {info.dtype}, but config.json names no "
-                "quantization that explains it. Give the 16-bit original."
-            )
-        expected, actual = tuple(tensor.shape), info.shape
-        if stored.index is not None:
-            experts, local = self._expert(name)
-            actual = tuple(experts.layout.pick(torch.empty(info.shape[1:], device="meta"), local).shape)
-            if len(experts) != info.shape[0]:
-                actual = info.shape
-        if expected != actual:
-            raise SourceError(
-                f"{self.source.path}: tensor {stored.name!r} has shape {list(actual)}; config.json implies"
-                f" {list(expected)}. The weights and the config belong to different models."
-            )
-
-    def _expert(self, name: str) -> tuple[Experts, str]:
-        """The experts that a parameter belongs to, and its name inside one of them (``up_proj.weight``)."""
-        owner, _, projection = name.rpartition(".")[0].rpartition(".")
-        experts: Any = self.model.get_submodule(owner.rpartition(".")[0])
-        return experts, f"{projection}.{name.rpartition('.')[2]}"
-
-    def stored(self, name: str) -> str:
-        """Name the stored tensor that a parameter is, or is cut from."""
-        return self.sources[name].name
-
-    def load(self, module_name: str, device: torch.device | str = "cpu") -> None:
-        """Read every parameter below a module (``""`` = none but its own) onto a device, and move its buffers there.
-
-        Raises NumericsError for NaN or inf.
-        """
-        module = self.model.get_submodule(module_name)
-        prefix = f"{module_name}." if module_name else ""
-        for name in self.stored_buffers:
-            if name.startswith(prefix):
-                self.place(name, self.read(name))
-        _move_buffers(module, device)
-        for local, _ in list(module.named_parameters()):
-            self.load_parameter(f"{prefix}{local}", device)
-
-    def load_parameter(self, name: str, device: torch.device | str = "cpu") -> None:
-        """Read one parameter or stored buffer onto a device, in the working dtype."""
-        self.place(name, self.read(name, device))
-
-    def place(self, name: str, value: Tensor) -> None:
-        """Give a parameter or stored buffer of the skeleton its value."""
-        owner_name, _, local = name.rpartition(".")
-        owner = self.model.get_submodule(owner_name)
-        if name in self.stored_buffers:
-            owner._buffers[local] = value
-        else:
-            owner._parameters[local] = nn.Parameter(value, requires_grad=False)
-
-    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Read one parameter or stored buffer in the working dtype.
-
-        Buffers of whole numbers keep their dtype; those that transformers always keeps in float32 are float32.
-
-        Raises NumericsError, naming it, if it holds NaN or inf.
-        """
-        value = self.raw(name, device)
-        if name not in self.stored_buffers:
-            return value.to(self.dtype)
-        exact = any(part in name for part in getattr(self.model, "_keep_in_fp32_modules_strict", None) or ())
-        return value.to(torch.float32 if exact else self.dtype) if value.is_floating_point() else value
-
-    def raw(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Read one parameter in its stored dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
-        stored = self.sources[name]
-        if stored.index is None:
-            value = self.source.read(stored.name)
-        else:
-            experts, local = self._expert(name)
-            value = experts.layout.pick(self.source.read_entry(stored.name, stored.index), local)
-        value = value.to(device)  # as stored: half the bytes travel
-        return finite(value, self.source.path, stored.name)
-
-    def release(self, module_name: str) -> None:
-        """Put a module's parameters back on meta, so that their memory is free; its buffers come back to the host."""
-        _move_buffers(self.model.get_submodule(module_name), "cpu")
-        for module in self.model.get_submodule(module_name).modules():
-            for local, param in list(module._parameters.items()):
-                if param is not None:
-                    module._parameters[local] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint of this model stores, by name."""
-    return {
-        f"{prefix}.{local}" if prefix else local: buffer
-        for prefix, module in model.named_modules()
-        for local, buffer in module._buffers.items()
-        if buffer is not None and local not in module._non_persistent_buffers_set
-    }
-
-
-def _move_buffers(module: nn.Module, device: torch.device | str) -> None:
-    for owner in module.modules():
-        for local, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                owner._buffers[local] = buffer.to(device)
-
-
-def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """Map each tied parameter to the one whose tensor it shares, as transformers ties them.
-
-    E.g. ``lm_head.weight`` -> ``model.embed_tokens.weight``.
-    """
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: twin for name, twin in tied.items() if name in known and twin in known}
-
-
-def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
-    """List the parameters that embedding tokens needs: those outside the blocks but the head and the towers.
-
-    The head (tied or not) runs after the blocks, and towers run on images and sounds only.
-    """
-    head = weights.model.get_output_embeddings()  # type: ignore[operator]
-    beside = tuple(f"{tower}." for tower in towers(weights.model))
-    return [
-        name
-        for name in outside_blocks(weights, blocks)
-        if weights.model.get_submodule(name.rpartition(".")[0]) is not head and not name.startswith(beside)
-    ]
-
-
-def outside_blocks(weights: Weights, blocks: Blocks) -> list[str]:
-    """List the parameters outside the blocks (embeddings, final norm, head); of tied ones the one that is stored.
-
-    Stored buffers outside the blocks are among them.
-    """
-    return [
-        name
-        for name in (*weights.parameters, *weights.stored_buffers)
-        if not name.startswith(f"{blocks.prefix}.") and name not in weights.tied
-    ]

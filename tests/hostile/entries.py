@@ -8,7 +8,8 @@ def opened_and_built(path: str) -> int:
     from quantkit.checkpoint.open import open_source
     from quantkit.formats.reader import QuantizedReader
     from quantkit.model.end_tokens import end_tokens
-    from quantkit.model.skeleton import Weights, build_skeleton, find_blocks
+    from quantkit.model.skeleton import build_skeleton, find_blocks
+    from quantkit.model.weights import Weights
 
     source = open_source(path)
     end_tokens(source)

@@ -235,7 +235,7 @@ def test_a_wrong_request_is_refused_before_any_weight_is_read(
 
     from quantkit.cli.eval import command
 
-    monkeypatch.setattr("quantkit.model.skeleton.Weights.read", None)
+    monkeypatch.setattr("quantkit.model.weights.Weights.read", None)
     with pytest.raises(QuantkitError, match=message) as error:
         CliRunner().invoke(command, [str(tiny_original), "--seq-len", "64", *options], catch_exceptions=False)
     assert isinstance(error.value, RequestError) == (code == 2)

@@ -220,7 +220,7 @@ def test_greedy_texts_part_where_the_first_token_differs(
 def test_a_wrong_request_for_a_cache_is_refused_before_any_weight_is_read(
     options: list[str], message: str, tiny_original: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.model.skeleton.Weights.read", None)
+    monkeypatch.setattr("quantkit.model.weights.Weights.read", None)
     with pytest.raises(RequestError, match=message):
         CliRunner().invoke(
             command, [str(tiny_original), "--data", str(text), "--seq-len", "64", *options], catch_exceptions=False

@@ -13,8 +13,9 @@ from memory_peak import least_of_three
 
 import quantkit as qk
 from quantkit.checkpoint.open import open_source
-from quantkit.model.skeleton import Weights, build_skeleton, find_blocks
+from quantkit.model.skeleton import build_skeleton, find_blocks
 from quantkit.model.stepper import record, run_block, run_tail
+from quantkit.model.weights import Weights
 
 pytestmark = pytest.mark.real
 SMOLLM = "smollm2-135m"

@@ -14,7 +14,8 @@ from quantkit.convert.plan.targets import Target
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.attention_shape import kv_heads
 from quantkit.model.language import text_config
-from quantkit.model.skeleton import build_skeleton, tied_parameters
+from quantkit.model.skeleton import build_skeleton
+from quantkit.model.weights import tied_parameters
 
 
 def lint_plan(form: str, targets: Mapping[str, Target], config: Any, stored: Mapping[str, Any]) -> list[Verdict]:

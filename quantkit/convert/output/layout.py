@@ -9,7 +9,7 @@ from torch import nn
 from quantkit.convert.plan.targets import Target, head_embeddings
 from quantkit.formats.interface import CheckpointLayout
 from quantkit.model.experts import routers
-from quantkit.model.skeleton import Weights
+from quantkit.model.weights import Weights
 
 
 def checkpoint_layout(weights: Weights, targets: Mapping[str, Target], *, fp8_cache: bool) -> CheckpointLayout:

@@ -26,7 +26,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.formats.interface import Format
 from quantkit.formats.kv_scales import kv_plan_bytes
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
-from quantkit.model.skeleton import Weights
+from quantkit.model.weights import Weights
 from quantkit.runtime.kv_cache.transformers_cache import attention_modules
 
 BITS = (2, 3, 4, 5, 6, 8)

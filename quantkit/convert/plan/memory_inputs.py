@@ -27,7 +27,8 @@ from quantkit.formats.interface import Format
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
 from quantkit.model.experts import expert_linears
 from quantkit.model.language import text_config
-from quantkit.model.skeleton import Blocks, Weights, before_blocks, block_linears, outside_blocks, widest_input
+from quantkit.model.skeleton import Blocks, block_linears, widest_input
+from quantkit.model.weights import Weights, before_blocks, outside_blocks
 
 # copies of the searched rows in one trial: scaled, codes, dequantized, error and what the search for ranges holds
 TRIAL_COPIES = 10

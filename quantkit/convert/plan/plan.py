@@ -35,7 +35,8 @@ from quantkit.formats.interface import Format
 from quantkit.model.end_tokens import end_tokens
 from quantkit.model.experts import expert_linears
 from quantkit.model.rotate import HEAD, RotatedSource
-from quantkit.model.skeleton import Blocks, Weights, build_skeleton, find_blocks
+from quantkit.model.skeleton import Blocks, build_skeleton, find_blocks
+from quantkit.model.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from quantkit.convert.options.rules import Choice, Problem, choose_schemes, pars
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.formats.interface import CheckpointLayout, Format
-from quantkit.model.skeleton import Blocks, Weights, block_linears
+from quantkit.model.skeleton import Blocks, block_linears
+from quantkit.model.weights import Weights
 
 COMMON_GROUPS = (None, 32, 64, 128, 256)  # sizes that the engines' kernels know
 

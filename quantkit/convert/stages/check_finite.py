@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.source import Source, non_finite
 from quantkit.model.rotate import RotatedSource
-from quantkit.model.skeleton import Weights
+from quantkit.model.weights import Weights
 
 AT_ONCE = 1 << 22  # weights: the temporaries of a whole embedding would be more than it
 

@@ -21,7 +21,8 @@ from quantkit.core.host import OnStep
 from quantkit.errors import WorkFolderError
 from quantkit.model.experts import expert_linears
 from quantkit.model.language import text_config
-from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.skeleton import Blocks
+from quantkit.model.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)

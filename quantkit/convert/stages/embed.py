@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from quantkit.calibrate.transfer import offload
 from quantkit.convert.plan.memory import batch_tokens
 from quantkit.core.precision import exact_products
-from quantkit.model.skeleton import Blocks, Weights, before_blocks, widest_input
+from quantkit.model.skeleton import Blocks, widest_input
 from quantkit.model.stepper import BlockArguments, record, require_same_calls
+from quantkit.model.weights import Weights, before_blocks
 
 SHORT = 8  # tokens that show who reads whose output
 

@@ -24,8 +24,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 from quantkit.model.folds import Fold, find_folds, scaled_parameters, shared_modules
 from quantkit.model.patterns import short_names
-from quantkit.model.skeleton import Weights
 from quantkit.model.stepper import BlockArguments
+from quantkit.model.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,8 @@ def fold_block(
     for name in folding.rewritten:
         if name.startswith(f"{prefix}."):
             parameter = block.get_parameter(name.removeprefix(f"{prefix}."))
-            result.parts[folding.weights.names[name]] = parameter.to(folding.stored_dtype(name)).cpu()
+            value = parameter.to(folding.stored_dtype(name)).cpu()
+            result.parts[folding.weights.names[name]] = folding.weights.as_stored(name, value)
     return done
 
 

@@ -19,7 +19,7 @@ from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import NumericsError, SourceError
 from quantkit.formats.interface import Format
-from quantkit.model.skeleton import Weights
+from quantkit.model.weights import Weights
 
 
 def quantize_head_or_embedding(

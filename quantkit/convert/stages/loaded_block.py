@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from quantkit.convert.stages.device import release_memory
-from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.skeleton import Blocks
+from quantkit.model.weights import Weights
 
 
 @contextmanager

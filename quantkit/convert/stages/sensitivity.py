@@ -32,8 +32,9 @@ from quantkit.errors import NumericsError
 from quantkit.model.experts import expert_linears
 from quantkit.model.folds import find_folds, shared_modules
 from quantkit.model.language import towers
-from quantkit.model.skeleton import Blocks, Weights, block_linears
+from quantkit.model.skeleton import Blocks, block_linears
 from quantkit.model.stepper import BlockArguments, record, require_same_calls, run_block
+from quantkit.model.weights import Weights
 
 STEPS = 4  # candidates in the search for ranges: a sixth of what quantizing tries
 

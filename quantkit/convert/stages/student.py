@@ -18,8 +18,9 @@ from quantkit.core import affine
 from quantkit.core.host import available_bytes
 from quantkit.core.qtensor import QuantTensor
 from quantkit.formats.interface import Format
-from quantkit.model.skeleton import Blocks, Weights
+from quantkit.model.skeleton import Blocks
 from quantkit.model.stepper import BlockArguments, forward_block, given
+from quantkit.model.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, SourceError
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.naming import Naming
-from quantkit.model.skeleton import Weights, tied_parameters
+from quantkit.model.transposed import TransposedLinear
+from quantkit.model.weights import Weights, tied_parameters
 from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear, pack
 
@@ -258,20 +259,29 @@ class _Plain:
         owners = {stored: module.get_submodule(name) for stored, name in module_names.items()}
         biases = {f"{stored}.bias" for stored, owner in owners.items() if getattr(owner, "bias", None) is None}
         self._plain = [name for name in reader.plain_names() if name not in biases or bool(source.read(name).any())]
-        self._dense: dict[str, tuple[int, int]] = {}
+        self._dense: dict[str, Any] = {}
         if dense:
-            self._dense = {f"{stored}.weight": _shape(owner) for stored, owner in owners.items()}
+            self._dense = {f"{stored}.weight": owner for stored, owner in owners.items()}
 
     def names(self) -> list[str]:
         return [*self._plain, *self._dense]
 
     def info(self, name: str) -> TensorInfo:
-        return TensorInfo(torch.float32, self._dense[name]) if name in self._dense else self.source.info(name)
+        if name not in self._dense:
+            return self.source.info(name)
+        shape = _shape(self._dense[name])
+        return TensorInfo(torch.float32, shape[::-1] if self._transposed(name) else shape)
 
     def read(self, name: str) -> Tensor:
         if name not in self._dense:
             return self.source.read(name)
-        return read_module(self.source, self.reader, name.removesuffix(".weight"), self._dense[name]).dequantize()
+        shape = _shape(self._dense[name])
+        value = read_module(self.source, self.reader, name.removesuffix(".weight"), shape).dequantize()
+        return value.t() if self._transposed(name) else value
+
+    def _transposed(self, name: str) -> bool:
+        """Tell whether the original would store this matrix as its transpose."""
+        return isinstance(self._dense[name], TransposedLinear)
 
     def read_entry(self, name: str, index: int) -> Tensor:
         return self.source.read_entry(name, index)

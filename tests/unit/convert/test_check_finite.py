@@ -13,7 +13,8 @@ from quantkit.checkpoint.source import Source
 from quantkit.convert.stages.check_finite import refuse_non_finite
 from quantkit.errors import NumericsError
 from quantkit.model.rotate import RotatedSource
-from quantkit.model.skeleton import Weights, build_skeleton
+from quantkit.model.skeleton import build_skeleton
+from quantkit.model.weights import Weights
 
 
 def look(source: Source) -> list[tuple[int, int]]:

@@ -21,7 +21,8 @@ from quantkit.convert.stages.head_embeddings import quantize_head_or_embedding
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError, SourceError
 from quantkit.formats import writer_format
-from quantkit.model.skeleton import Weights, build_skeleton, find_blocks
+from quantkit.model.skeleton import build_skeleton, find_blocks
+from quantkit.model.weights import Weights
 
 NATIVE, CPU = writer_format("native"), torch.device("cpu")
 EMBED = "model.embed_tokens"

@@ -11,7 +11,7 @@ from torch import nn
 
 from quantkit.errors import UnsupportedModel
 from quantkit.model.experts import ExpertLayout, expert_modules, fill, find_layout, is_fused, routers, unfuse_experts
-from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
+from quantkit.model.skeleton import block_linears, build_skeleton, dense_weights_of, find_blocks
 from quantkit.model.stepper import input_groups, record
 
 LAYOUTS = {
@@ -145,9 +145,12 @@ def test_experts_that_compute_something_else_are_refused_by_name() -> None:
         find_layout(More(), "model.0 (More)")
 
 
-def test_a_three_dimensional_weight_that_is_no_expert_is_named() -> None:
-    with pytest.raises(UnsupportedModel, match=r"mamba: backbone\.layers\.0\.mixer\.conv1d \(Conv1d\)"):
-        build_skeleton(dict(model_type="mamba", hidden_size=32, num_hidden_layers=1, vocab_size=50, state_size=4))
+def test_a_convolution_is_no_expert() -> None:
+    config = dict(model_type="mamba", hidden_size=32, num_hidden_layers=1, vocab_size=50, state_size=4)
+    model = build_skeleton(config | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0))
+    assert isinstance(model.get_submodule("backbone.layers.0.mixer.conv1d"), nn.Conv1d)
+    dense = dense_weights_of(find_blocks(model).modules[0])
+    assert set(dense) == {"mixer.A_log", "mixer.conv1d.weight"}
 
 
 def test_no_memory_is_taken_for_experts_of_a_skeleton() -> None:

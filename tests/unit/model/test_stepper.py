@@ -12,8 +12,9 @@ from torch import nn
 
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.errors import NumericsError, SourceError, UnsupportedModel
-from quantkit.model.skeleton import Weights, block_linears, build_skeleton, find_blocks
+from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
 from quantkit.model.stepper import BlockArguments, input_groups, record, run_block, run_norm, run_tail, same_call
+from quantkit.model.weights import Weights
 
 
 class InMemory:
@@ -225,10 +226,21 @@ def test_what_does_not_fit_is_refused_by_name(config: dict[str, Any], message: s
         )
 
 
-def test_conv1d_is_refused_by_name() -> None:
-    gpt2 = dict(model_type="gpt2", n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=16)
-    with pytest.raises(UnsupportedModel, match="gpt2"):
-        find_blocks(build_skeleton(gpt2))
+def test_gpt2_computes_the_same_with_linears_in_the_place_of_conv1d() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    original = GPT2LMHeadModel(config).eval()
+    model = build_skeleton(config.to_dict())
+    assert set(block_linears(find_blocks(model).modules[0])) == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
+    weights = Weights(model, InMemory(original, config.to_dict()))  # type: ignore[arg-type]
+    weights.load("transformer")
+    model.tie_weights()  # type: ignore[operator]
+    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert torch.equal(weights.raw_as_stored(name), original.get_parameter(name))
+    torch.testing.assert_close(model(input_ids=ids).logits, original(input_ids=ids).logits)
 
 
 def test_building_a_skeleton_leaves_torch_as_it_was() -> None:
