@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from hostile.mutations import mutate
+from hostile.same_numbers import hashes
 
 import quantkit as package
 
@@ -32,6 +33,7 @@ FILES: dict[str, tuple[str, str, float]] = {
     "gptq/config.json": ("json", "folder", 4),
     "gptq/model.safetensors": ("safetensors", "folder", 3),
     "compressed/config.json": ("json", "folder", 4),
+    "compressed/model.safetensors": ("safetensors", "folder", 3),
     "native/config.json": ("json", "folder", 3),
     "native/quantkit.safetensors": ("safetensors", "folder", 2),
     "native/quantkit_kv.safetensors": ("safetensors", "folder", 4),
@@ -53,10 +55,10 @@ def draw(kept: str, seed: int, number: int) -> tuple[str, bytes, str]:
     return name, content, done
 
 
-def read(kept: str, scratch: str, seed: int, number: int) -> None:
+def read(kept: str, scratch: str, seed: int, number: int) -> Any:
     """Put an input in its place among the originals, let its reader have it, and put the original back.
 
-    The originals lie in ``scratch``.
+    The originals lie in ``scratch``. Returns what the reader does: of a model, ``same_numbers.hashes``.
     """
     name, content, _ = draw(kept, seed, number)
     _watch(Path(scratch))
@@ -64,14 +66,14 @@ def read(kept: str, scratch: str, seed: int, number: int) -> None:
     path.write_bytes(content)
     outside.clear()
     try:
-        READERS[FILES[name][1]](path)
+        return READERS[FILES[name][1]](path)
     finally:
         shutil.copyfile(Path(kept) / name, path)
         assert not outside, f"touched outside: {outside[:5]}"
 
 
-def folder(path: Path) -> None:
-    """As ``inspect`` and ``generate`` do."""
+def folder(path: Path) -> dict[str, str]:
+    """As ``inspect`` and ``generate`` do; returns hashes of the numbers."""
     import torch
 
     import quantkit
@@ -84,6 +86,7 @@ def folder(path: Path) -> None:
     model(torch.tensor([[2, 3, 4, 5]]))
     _ = model.context, model.memory()
     model.encode("The history")
+    return hashes(source)
 
 
 def plan(path: Path) -> None:
@@ -107,8 +110,8 @@ def tokenizer(path: Path) -> None:
     chat_text(loaded, [{"role": "user", "content": "Hi"}])
 
 
-def gguf(path: Path) -> None:
-    """As ``inspect`` and ``generate`` do."""
+def gguf(path: Path) -> dict[str, str]:
+    """As ``inspect`` and ``generate`` do; returns hashes of the numbers."""
     import torch
 
     import quantkit
@@ -116,10 +119,12 @@ def gguf(path: Path) -> None:
     from quantkit.checkpoint.tokenizer import load_tokenizer
     from quantkit.cli.inspect import _structure
 
-    _structure(open_source(path))
+    source = open_source(path)
+    _structure(source)
     model = quantkit.load(path, device="cpu", dtype="float32")
     model(torch.tensor([[2, 3, 4, 5]]))
     load_tokenizer(path)
+    return hashes(source)
 
 
 def text(path: Path) -> None:
@@ -144,7 +149,7 @@ def job(path: Path) -> None:
         shutil.move(kept, work)
 
 
-READERS: dict[str, Callable[[Path], None]] = {
+READERS: dict[str, Callable[[Path], Any]] = {
     "folder": folder, "plan": plan, "tokenizer": tokenizer, "gguf": gguf, "text": text, "job": job,
 }  # fmt: skip
 
