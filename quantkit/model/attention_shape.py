@@ -1,4 +1,7 @@
-"""The shape of a model's attention, read from its config: channels of a head, heads of keys and values."""
+"""The shape of a model's attention, read from its config: channels of a head, heads of keys and values.
+
+Where layers differ, the largest counts: the numbers bound memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ from typing import Any
 
 def head_dim(config: Any) -> int:
     """Channels of one head of keys or values."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return _largest(config, "head_dim") or config.hidden_size // query_heads(config)
+
+
+def query_heads(config: Any) -> int:
+    """Heads of queries, 1 in a model without attention."""
+    return _largest(config, "num_attention_heads") or 1
 
 
 def kv_heads(config: Any) -> int:
@@ -15,10 +23,10 @@ def kv_heads(config: Any) -> int:
 
     falcon has names and rules of its own: one head for all queries (``multi_query``), else ``num_kv_heads``.
     """
-    named = getattr(config, "num_key_value_heads", None)
-    if named is None and _one_for_all(config):
+    named = _largest(config, "num_key_value_heads")
+    if not named and _one_for_all(config):
         return 1
-    return int(named or getattr(config, "num_kv_heads", None) or config.num_attention_heads)
+    return named or _largest(config, "num_kv_heads") or query_heads(config)
 
 
 def cached_kv_heads(config: Any) -> int:
@@ -26,10 +34,16 @@ def cached_kv_heads(config: Any) -> int:
 
     There transformers hands the cache a copy of keys and values for each query head.
     """
-    named = getattr(config, "num_key_value_heads", None)
-    if named is None and _one_for_all(config):
+    named = _largest(config, "num_key_value_heads")
+    if not named and _one_for_all(config):
         return 1
-    return int(named or config.num_attention_heads)
+    return named or query_heads(config)
+
+
+def _largest(config: Any, name: str) -> int:
+    """Return a number of the config, the largest where layers have their own, 0 where it has none."""
+    value = getattr(config, name, None) or 0
+    return max(map(int, value), default=0) if isinstance(value, (list, tuple)) else int(value)
 
 
 def _one_for_all(config: Any) -> bool:

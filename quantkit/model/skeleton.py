@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.foreign_files.code_references import without_code
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import routers, unfuse_experts
+from quantkit.model.experts import unfuse_experts
+from quantkit.model.kept_dense import kept_dense
 from quantkit.model.language import auto_class, language_model, name_of
 from quantkit.model.transposed import replace_conv1d
 
@@ -177,8 +178,8 @@ def dense_weights_of(block: nn.Module) -> dict[str, torch.Size]:
 
 
 def block_linears(block: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linears of one block by their name inside it, in module order. Routers are left as they are."""
-    known = routers(block)
+    """Return the linears of one block by their name inside it, in module order, but those of ``kept_dense``."""
+    known = kept_dense(block)
     return {
         name: module for name, module in block.named_modules() if isinstance(module, nn.Linear) and name not in known
     }

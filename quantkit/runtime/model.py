@@ -17,12 +17,15 @@ from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
 from quantkit.model.language import text_config
 from quantkit.runtime.decode.definition import definition_step
+from quantkit.runtime.decode.states import recomputes
 from quantkit.runtime.generate.chat_template import chat_text
 from quantkit.runtime.generate.loop import Generation, Piece, run
 from quantkit.runtime.generate.prompts import Messages, as_batch, checked, prompt_ids
 from quantkit.runtime.generate.sampling import GenerationOptions, check_options
 from quantkit.runtime.kernels.cpu_layouts import WIDE, HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
+from quantkit.runtime.kv_cache.layer_kinds import layer_kinds, plain
+from quantkit.runtime.kv_cache.recompute import TokenCache
 from quantkit.runtime.kv_cache.transformers_cache import layer_specs, transformers_cache
 from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.head import head_only
@@ -60,6 +63,7 @@ class Model:
         self.kv_plan = kv_plan or KVPlan()
         self.end_tokens = tuple(end_tokens)
         self._read_tokenizer = read_tokenizer
+        self._kinds = layer_kinds(module)
         self._specs = layer_specs(module, self.kv_plan, dtype, device)
         self._head = head_only(module)
         self._may_be_fast, self._may_capture = fast_step, graphs
@@ -165,7 +169,7 @@ class Model:
         """
         heads, dim = self._cached_shape()
         token = sum(spec.scheme.bytes_per_token(heads, dim, self.dtype) for spec in self._specs)
-        return 8 * token / (2 * heads * dim * len(self._specs))
+        return 8 * token / (2 * heads * dim * max(1, len(self._specs)))
 
     @property
     def kv_words(self) -> str:
@@ -183,7 +187,20 @@ class Model:
 
         capacity: tokens per sequence to reserve pages for.
         """
-        return KVCache(self._specs, capacity)
+        return TokenCache() if self._recomputes else KVCache(self._specs, capacity, self._kinds)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each sequence is computed by itself, its prompt in one piece.
+
+        So it is where layers keep states: padding would change them.
+        """
+        return not plain(self._kinds)
+
+    @cached_property
+    def _recomputes(self) -> bool:
+        """Whether there is no cache: every token computes the whole text."""
+        return self.alone and recomputes(self.config, quantized=self.kv_plan.quantized)
 
     def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
         """Run tokens over a cache, appending to it, by the fast step where there is one.
@@ -195,7 +212,7 @@ class Model:
         counts: how many of the tokens, the last ones, each sequence has (the others are padding); None: all.
         """
         paged = cache.paged
-        if ids.shape[1] == 1 and paged.length and counts is None and self.fast_step is not None:
+        if ids.shape[1] == 1 and paged.length and counts is None and not self.alone and self.fast_step is not None:
             quick: Tensor | None = self.fast_step(ids, paged)
             if quick is not None:
                 return quick
@@ -219,6 +236,8 @@ class Model:
         if not self.kv_plan.quantized:
             hidden: Tensor = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
             return hidden
+        if self.alone:
+            return torch.cat([self.step(row[None], transformers_cache(self.new_cache(len(row)))) for row in ids])
         paged_cache = transformers_cache(self.new_cache(ids.shape[1]))
         return torch.cat([self.step(chunk, paged_cache) for chunk in ids.split(PAGE_TOKENS, dim=1)], dim=1)
 

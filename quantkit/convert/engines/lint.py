@@ -12,7 +12,7 @@ from quantkit.convert.engines.rules import Checkpoint, Verdict, judge
 from quantkit.convert.engines.table import ENGINES, bfloat16_scales
 from quantkit.convert.plan.targets import Target
 from quantkit.formats.reader import QuantizedReader
-from quantkit.model.attention_shape import kv_heads
+from quantkit.model.attention_shape import kv_heads, query_heads
 from quantkit.model.language import text_config
 from quantkit.model.skeleton import build_skeleton
 from quantkit.model.weights import tied_parameters
@@ -78,7 +78,7 @@ def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[s
     """
     weights = sorted(weights, key=lambda weight: weight.name)  # a file and a plan give the same reasons
     family, config = str(getattr(config, "model_type", "")), text_config(config)
-    heads = int(config.num_attention_heads)
+    heads = query_heads(config)
     dtype = str(stored.get("dtype") or stored.get("torch_dtype") or "")
     mixture = any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     return Checkpoint(

@@ -26,6 +26,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.formats.interface import Format
 from quantkit.formats.kv_scales import kv_plan_bytes
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
+from quantkit.model.language import text_config
 from quantkit.model.weights import Weights
 from quantkit.runtime.kv_cache.transformers_cache import attention_modules
 
@@ -264,7 +265,8 @@ def cache_bytes(options: ConvertOptions, form: Format, model: Any) -> int:
     if not asked.wanted:
         return 0
     names = list(attention_modules(model).values())
-    shape = (cached_kv_heads(model.config), head_dim(model.config))
+    config = text_config(model)
+    shape = (cached_kv_heads(config), head_dim(config))
     scales = {name: LayerScales(**{part: torch.ones(shape) for part in SCALE_NAMES}) for name in names}
     plan = KVPlan(asked.scheme, dict.fromkeys(names, asked.candidates()[0]), scales)
     return kv_plan_bytes(plan) + (8 * len(names) if asked.scheme.label == "fp8" and form.holds_cache_scales else 0)

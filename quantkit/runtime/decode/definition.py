@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from quantkit.runtime.kv_cache.recompute import TokenCache, recompute_step
 
 
 class TransformersModel(Protocol):
@@ -26,17 +30,32 @@ def definition_step(module: TransformersModel, ids: Tensor, cache: Any, counts: 
     cache: as ``transformers_cache`` returns it.
     counts: how many of the tokens, the last ones, each sequence has (the others are padding); None: all.
     """
+    if isinstance(cache, TokenCache):
+        return recompute_step(module, ids, cache)
     paged, tokens = cache.paged, ids.shape[1]
     lengths = torch.tensor(paged.expect(counts or [tokens] * len(ids), tokens), device=ids.device)[:, None]
     for layer in cache.layers:
-        layer.expect(tokens)
+        if hasattr(layer, "expect"):
+            layer.expect(tokens)
     longest = int(lengths.max())
     position = (lengths - tokens + torch.arange(tokens, device=ids.device)).clamp(min=0)
     mask = None
     if int(lengths.min()) < longest:
         mask = (torch.arange(longest, device=ids.device) >= longest - lengths).long()
-    output = module.base_model(
-        input_ids=ids, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True
-    )
-    hidden: Tensor = output.last_hidden_state
+    given = {"attention_mask": mask, "position_ids": position, "past_key_values": cache, "cache_params": cache}
+    kind: Any = type(module.base_model)
+    taken = _taken(kind)
+    arguments = {name: value for name, value in given.items() if name in taken}
+    hidden: Tensor = module.base_model(input_ids=ids, use_cache=True, **arguments).last_hidden_state
     return hidden
+
+
+@lru_cache(maxsize=64)
+def _taken(kind: Any) -> frozenset[str]:
+    """Return the arguments that a model's forward names: state spaces know no positions, and name the cache otherwise.
+
+    Positions may also be handed on unnamed.
+    """
+    parameters = inspect.signature(kind.forward).parameters
+    on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return frozenset(parameters) | ({"position_ids", "attention_mask"} if on else frozenset())

@@ -96,8 +96,10 @@ def recognise(module: Any) -> Family | None:
     kinds = getattr(module.config, "layer_types", None) or [None] * len(layers)
     blocks = [_block(layer, kind if takes_kind else None) for layer, kind in zip(layers, kinds, strict=True)]
     last = effective_norm(norm)
+    if last is None or any(block is None for block in blocks):
+        return None
     numbers = {_numbers(layer) for layer in layers}
-    if last is None or any(block is None for block in blocks) or len(numbers) != 1:
+    if len(numbers) != 1:
         return None
     (shape,) = numbers
     if shape is None:

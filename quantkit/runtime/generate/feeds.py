@@ -94,7 +94,7 @@ class Separate:
     def __init__(self, model: Steps, samplers: Sequence[Sampler], prompts: Sequence[Sequence[int]], until: int) -> None:
         self._groups: list[_Group] = []
         # whole pieces alone are read by the very calls that would read them for one prompt
-        shared = shared_tokens(prompts, PREFILL_TOKENS)
+        shared = 0 if model.alone else shared_tokens(prompts, PREFILL_TOKENS)
         prefix = model.new_cache(until)
         if shared:
             read(model, prefix, [prompts[0][:shared]])

@@ -145,7 +145,7 @@ def run(
 def _feed(model: Steps, live: list[_Sequence], prompts: Sequence[Sequence[int]], until: int) -> Feed:
     """Read the prompts, and return captured steps where there are any, else one step after the other."""
     samplers = [sequence.sampler for sequence in live]
-    if _deterministic(live):
+    if model.alone or _deterministic(live):
         return Separate(model, samplers, prompts, until)
     cache, logits = prefill(model, prompts, until)
     if model.graph_decoder is not None:

@@ -34,6 +34,10 @@ class Steps(Protocol):
     def head(self, hidden: Tensor) -> Tensor: ...
 
     @property
+    def alone(self) -> bool:
+        """Whether each sequence is computed by itself, its prompt in one piece."""
+
+    @property
     def invariant_step(self) -> int:
         """How many sequences a decode step takes without one changing a bit of another's numbers: 1 or more."""
 
@@ -78,8 +82,10 @@ def read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tens
     """
     paged_cache = transformers_cache(cache)
     ends: dict[int, Tensor] = {}
-    for first in range(0, max(map(len, prompts)), PREFILL_TOKENS):
-        pieces = [prompt[first : first + PREFILL_TOKENS] for prompt in prompts]
+    longest = max(map(len, prompts))
+    tokens = longest if model.alone else PREFILL_TOKENS
+    for first in range(0, longest, tokens):
+        pieces = [prompt[first : first + tokens] for prompt in prompts]
         ids, counts = pad_left(pieces, model.device)
         hidden = model.step(ids, paged_cache, counts)
         for row, (prompt, piece) in enumerate(zip(prompts, pieces, strict=True)):

@@ -1,28 +1,40 @@
-"""The KV cache of a batch: one layer for each attention module (``paged_layer.py``), all of equal lengths."""
+"""The cache of a batch: pages for each attention module (``paged_layer.py``), all of equal lengths, and what else
+layers keep.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from quantkit.runtime.kv_cache.layer_kinds import LayerKind
 from quantkit.runtime.kv_cache.paged_layer import LayerSpec, PagedLayer
 from quantkit.runtime.kv_cache.sequences import Parked, check_truncate, fork, park, truncate, unpark
 
 
 class KVCache:
-    """The layers of one batch."""
+    """The layers of one batch.
 
-    def __init__(self, specs: Sequence[LayerSpec], capacity: int = 0) -> None:
+    specs: of the layers with keys and values.
+    capacity: tokens per sequence to reserve pages for.
+    kinds: what every layer keeps; None for keys and values alone. Where it is more, the batch is one sequence.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], capacity: int = 0, kinds: Sequence[LayerKind] | None = None) -> None:
         self.layers = [PagedLayer(spec, capacity) for spec in specs]
+        self.kinds = tuple(kinds) if kinds is not None else tuple(LayerKind(True) for _ in specs)
+        self.seam: Any = None  # these layers as transformers takes them, made at first use (``transformers_cache``)
+        self._read = 0  # tokens, where no layer has keys to count
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sequence, in every layer."""
-        return self.layers[-1].lengths
+        return self.layers[-1].lengths if self.layers else [self._read] * bool(self._read)
 
     @property
     def length(self) -> int:
         """Tokens of the longest sequence."""
-        return self.layers[-1].length
+        return max(self.lengths, default=0)
 
     def expect(self, counts: Sequence[int] | None, tokens: int) -> list[int]:
         """Announce a step of ``tokens`` tokens; return the lengths after it.
@@ -33,6 +45,9 @@ class KVCache:
         for layer in self.layers:
             layer.expect(counts, tokens)
         given = [tokens] * self.batch if counts is None else list(counts)
+        if not self.layers:
+            self._read += tokens
+            return [self._read]
         return [n + count for n, count in zip(self.lengths or [0] * len(given), given, strict=True)]
 
     @property
@@ -43,16 +58,18 @@ class KVCache:
     @property
     def batch(self) -> int:
         """Number of sequences."""
-        return self.layers[-1].batch
+        return len(self.lengths)
 
     def select(self, sequences: Sequence[int]) -> None:
         """Keep these sequences only."""
         for layer in self.layers:
             layer.select(sequences)
+        if not sequences:
+            self.seam, self._read = None, 0
 
     def fork(self, sequences: Sequence[int]) -> KVCache:
         """Return a cache whose sequences begin as these do, sharing their pages: one prefix, many continuations."""
-        other = KVCache([])
+        other = KVCache([], kinds=self.kinds)
         other.layers = [fork(layer, sequences) for layer in self.layers]
         return other
 

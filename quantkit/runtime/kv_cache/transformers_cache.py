@@ -7,6 +7,7 @@ them), so every architecture, mask and attention variant of transformers works u
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +20,9 @@ from quantkit.errors import CheckpointError, UnsupportedModel
 from quantkit.model.attention_shape import cached_kv_heads
 from quantkit.model.language import language_model, name_of, text_config
 from quantkit.runtime.kv_cache.cache import KVCache
+from quantkit.runtime.kv_cache.layer_kinds import layer_kinds
 from quantkit.runtime.kv_cache.paged_layer import LayerSpec, PagedLayer, layer_spec
-
-# What config.layer_types may hold; other kinds (linear attention, chunked) keep states that are no keys and values.
-FULL, SLIDING = "full_attention", "sliding_attention"
+from quantkit.runtime.kv_cache.recompute import TokenCache
 
 
 def attention_modules(model: Any) -> dict[int, str]:
@@ -36,37 +36,19 @@ def attention_modules(model: Any) -> dict[int, str]:
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and "attention" in type(module).__name__.lower():
             names.setdefault(index, name)
-    count = int(text_config(model).num_hidden_layers)
-    if sorted(names) != list(range(count)):
+    kinds = layer_kinds(model) or ()
+    wanted = [index for index, kind in enumerate(kinds) if kind.attention]
+    if not wanted or not set(wanted) <= set(names):
         kind = getattr(model.config, "model_type", type(model).__name__)
         raise UnsupportedModel(
-            f"{kind}: has {count} layers but {len(names)} attention modules with a cache index; not supported."
+            f"{kind}: {len(wanted)} of its layers keep keys and values, but {len(names)} attention modules with a cache"
+            " index were found; a KV cache of fewer bits is not supported."
         )
-    return names
-
-
-def layer_windows(config: Any) -> list[int | None]:
-    """Return the sliding window of each layer in tokens, None for full attention.
-
-    Raises UnsupportedModel for other layer kinds.
-    """
-    count = int(config.num_hidden_layers)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        # Without a list, transformers' own cache treats every layer as sliding when the config has a window.
-        return [window for _ in range(count)]
-    odd = sorted(set(kinds) - {FULL, SLIDING})
-    if odd or int(getattr(config, "num_kv_shared_layers", None) or 0):
-        what = ", ".join(odd) or "layers that share a cache"
-        raise UnsupportedModel(
-            f"{config.model_type}: has {what}; the cache holds full and sliding-window attention only."
-        )
-    return [window if kind == SLIDING else None for kind in kinds]
+    return {index: names[index] for index in wanted}
 
 
 def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.device) -> list[LayerSpec]:
-    """Return one spec per layer.
+    """Return one spec per layer that keeps keys and values.
 
     model: the transformers model.
     plan: how the cache is kept.
@@ -75,9 +57,9 @@ def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.devi
 
     Raises CheckpointError naming the module whose scheme or scales are missing or do not fit the model.
     """
-    windows = layer_windows(text_config(model))
+    windows = {index: kind.window for index, kind in enumerate(layer_kinds(model) or ()) if kind.attention}
     if not plan.quantized:
-        return [LayerSpec(dtype, window) for window in windows]
+        return [LayerSpec(dtype, window) for window in windows.values()]
     names = attention_modules(model)
     unknown = sorted(set(plan.layers) - set(names.values()))
     absent = sorted(set(names.values()) - set(plan.layers)) if plan.layers else []
@@ -86,7 +68,7 @@ def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.devi
         raise CheckpointError(f"the KV cache is described for {what}. Convert again with --kv-bits.")
     heads = cached_kv_heads(text_config(model))
     specs = []
-    for index, window in enumerate(windows):
+    for index, window in windows.items():
         name = names[index]
         scheme, static = plan.of(name), plan.static.get(name)
         if scheme.quantized and scheme.scales != "online":
@@ -102,18 +84,36 @@ def layer_specs(model: Any, plan: KVPlan, dtype: torch.dtype, device: torch.devi
 
 
 def transformers_cache(cache: KVCache) -> Any:
-    """Return a cache as the ``past_key_values`` of a transformers model (a ``transformers.Cache``)."""
-    base, layer_class = _classes()
-    seam = base(layers=[layer_class(layer) for layer in cache.layers])
-    seam.paged = cache
-    return seam
+    """Return a cache as the ``past_key_values`` of a transformers model (a ``transformers.Cache``).
+
+    It is made once for a cache: what layers keep beside keys and values lies in it.
+    """
+    if isinstance(cache, TokenCache):
+        return cache
+    if cache.seam is None:
+        from transformers.cache_utils import Cache
+
+        plain = _paged_class()
+        with_states, with_indexer = _classes_with_more()
+        pages, layers = iter(cache.layers), []
+        for kind in cache.kinds:
+            if not kind.attention:
+                layers.append(copy.deepcopy(kind.template))
+            elif kind.template is None:
+                layers.append(plain(next(pages)))
+            else:
+                layer_class = with_states if hasattr(kind.template, "update_conv_state") else with_indexer
+                layers.append(layer_class(next(pages), kind.template))
+        cache.seam = Cache(layers=layers)
+        cache.seam.paged = cache
+    return cache.seam
 
 
 @lru_cache(maxsize=1)
-def _classes() -> tuple[Any, Any]:
-    from transformers.cache_utils import Cache, CacheLayerMixin
+def _paged_class() -> Any:
+    from transformers.cache_utils import CacheLayerMixin
 
-    class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+    class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc, valid-type, unused-ignore]
         """Delegates to a PagedLayer."""
 
         is_compileable = False
@@ -157,4 +157,37 @@ def _classes() -> tuple[Any, Any]:
         def get_max_cache_shape(self) -> int:  # the name of get_max_length before transformers 5.20 or so
             return -1
 
-    return Cache, PagedCacheLayer
+    return PagedCacheLayer
+
+
+@lru_cache(maxsize=1)
+def _classes_with_more() -> tuple[Any, Any]:
+    """Return the classes of layers that keep more than keys and values: states, or the keys of an indexer."""
+    from transformers import cache_utils
+
+    linear: Any = getattr(cache_utils, "LinearAttentionLayer", object)
+    paged = _paged_class()
+
+    class PagedLayerWithStates(linear, paged):  # type: ignore[misc, valid-type, unused-ignore]
+        """Keys and values in pages, and the states of linear attention in transformers' own layer."""
+
+        def __init__(self, layer: PagedLayer, template: Any) -> None:
+            linear.__init__(self, number_of_states=template.number_of_states)
+            paged.__init__(self, layer)
+
+        def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+            if kwargs:  # of states
+                linear.lazy_initialization(self, **kwargs)
+
+    class PagedIndexedLayer(paged):  # type: ignore[misc, valid-type, unused-ignore]
+        """Keys and values in pages, and the keys of a sparse indexer in transformers' own layer."""
+
+        def __init__(self, layer: PagedLayer, template: Any) -> None:
+            super().__init__(layer)
+            self.indexed = copy.deepcopy(template)
+
+        def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+            keys: Tensor = self.indexed.update_indexer(indexer_key_states)
+            return keys
+
+    return PagedLayerWithStates, PagedIndexedLayer

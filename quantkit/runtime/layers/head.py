@@ -91,10 +91,17 @@ def _set(module: Any, name: str, layer: nn.Module) -> None:
 
 
 class _Given:
-    """A base model that returns the hidden states that it is given."""
+    """A base model that returns the hidden states that it is given.
+
+    Its submodules are it, too (OPT's head calls ``model.decoder``); numbers are the real body's (falcon_h1's factors).
+    """
+
+    def __init__(self, body: Any) -> None:
+        self.__dict__["body"] = body
 
     def __getattr__(self, name: str) -> Any:
-        return self  # OPT's head calls model.decoder
+        value = getattr(self.__dict__["body"], name)
+        return self if isinstance(value, nn.Module) else value
 
     def __call__(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         return _Final(inputs_embeds)
@@ -120,5 +127,5 @@ def head_only(module: Any) -> Any:
     of them. Shares all weights.
     """
     alone = copy.copy(module)
-    alone.__dict__["_modules"] = {**module._modules, module.base_model_prefix: _Given()}
+    alone.__dict__["_modules"] = {**module._modules, module.base_model_prefix: _Given(module.base_model)}
     return alone

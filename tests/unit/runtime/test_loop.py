@@ -15,8 +15,9 @@ from quantkit.errors import QuantkitWarning, RequestError, UnsupportedModel
 from quantkit.runtime.generate.prefill import PREFILL_TOKENS, pad_left, prefill, shared_tokens
 from quantkit.runtime.generate.sampling import GenerationOptions
 from quantkit.runtime.kernels.decode_reference import Heads
+from quantkit.runtime.kv_cache.layer_kinds import layer_kinds
 from quantkit.runtime.kv_cache.paged_layer import PagedLayer, layer_spec
-from quantkit.runtime.kv_cache.transformers_cache import attention_modules, layer_windows, transformers_cache
+from quantkit.runtime.kv_cache.transformers_cache import attention_modules, transformers_cache
 from quantkit.runtime.model import Model
 
 VOCAB = 288
@@ -318,7 +319,15 @@ def test_prompts_share_whole_pages_and_keep_a_token_each() -> None:
 def test_attention_modules_and_windows_are_found(make: Make) -> None:
     model = make("gemma3_text")
     assert attention_modules(model.module) == {i: f"model.layers.{i}.self_attn" for i in range(3)}
-    assert layer_windows(model.module.config) == [80, None, 80]
+    assert [(kind.attention, kind.window) for kind in layer_kinds(model.module) or ()] == [
+        (True, 80),
+        (True, None),
+        (True, 80),
+    ]
     model.module.config.layer_types[1] = "linear_attention"
-    with pytest.raises(UnsupportedModel, match="linear_attention"):
-        layer_windows(model.module.config)
+    assert [kind.attention for kind in layer_kinds(model.module) or ()] == [True, False, True]
+    assert sorted(attention_modules(model.module)) == [0, 2]
+    model.module.config.layer_types[1] = "of_another_kind"
+    assert layer_kinds(model.module) is None
+    with pytest.raises(UnsupportedModel, match="0 of its layers keep keys and values"):
+        attention_modules(model.module)

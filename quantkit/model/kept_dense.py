@@ -1,0 +1,53 @@
+"""Linears of a block that stay in 16 bit, found by structure: routers, small gates, weights that are read directly.
+
+* A router decides discretely (``model/experts.py``).
+* A gate of linear attention (``in_proj_a``, ``in_proj_b``) has one output for each head. It decides how fast a state
+  forgets, costs next to nothing, and the kernels of engines take no matrix of so few rows.
+* A weight that the block's code multiplies itself (``dt_proj.weight @ x`` of mamba) is no packed layer's to hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from quantkit.model.experts import expert_linears, routers
+
+# Kernels of engines (Marlin and others) take multiples of 64 outputs.
+GATE_OUTPUTS = 64
+# of the block's linear weights
+GATE_SHARE = 0.01
+
+
+def kept_dense(block: nn.Module) -> dict[str, str]:
+    """Name the linears below a block (or a model) that stay in 16 bit, each with the reason in words."""
+    kept = dict.fromkeys(sorted(routers(block)), "router")
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    most = GATE_SHARE * sum(linear.in_features * linear.out_features for linear in linears.values())
+    experts = expert_linears(block)
+    for name, linear in linears.items():
+        owner, _, local = name.rpartition(".")
+        kind: Any = type(block.get_submodule(owner))
+        if local in _multiplied(kind):
+            kept.setdefault(name, "its weight is multiplied by the block's own code")
+        elif (
+            name not in experts
+            and linear.out_features < GATE_OUTPUTS
+            and linear.in_features * linear.out_features < most
+        ):
+            kept.setdefault(name, f"gate of {linear.out_features} outputs")
+    return kept
+
+
+@lru_cache(maxsize=256)
+def _multiplied(kind: Any) -> frozenset[str]:
+    """Return the names of the layers whose ``weight`` a module's code multiplies itself."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # no source: a class made at run time
+        return frozenset()
+    return frozenset(re.findall(r"self\.(\w+)\.weight @", source))
