@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -55,6 +56,8 @@ def _lines(data: dict[str, Any]) -> list[str]:
                 f"  linear    {line['count']:4d} x {line['name']:<24} [{line['out_features']}, {line['in_features']}]"
                 for line in value
             ]
+        elif key == "left_at_16_bit":
+            lines += [_left_line(entry) for entry in value]
         elif key == "engines":
             lines += [f"  loads in  {line}" for line in verdict_lines(value)]
         elif key == "schemes":
@@ -65,6 +68,12 @@ def _lines(data: dict[str, Any]) -> list[str]:
             shown = f"{value:,}" if isinstance(value, int) else f"{value}"
             lines.append(f"  {key.replace('_', ' '):<18} {shown}")
     return lines
+
+
+def _left_line(entry: dict[str, Any]) -> str:
+    """Show weights that are copied: how many tensors, which, why, and how many weights they hold."""
+    why = f"{entry['reason']}, " if entry["reason"] else ""
+    return f"  16 bit    {entry['tensors']:4d} x {entry['name']:<24} ({why}{entry['weights']:,} weights)"
 
 
 def _cache_lines(data: dict[str, Any]) -> list[str]:
@@ -117,6 +126,7 @@ def _counted(texts: Iterable[str]) -> list[str]:
 
 def _structure(source: Any) -> dict[str, Any]:
     """Describe a floating-point model: blocks, linears, sizes."""
+    from quantkit.convert.report.left_at_16_bit import left_at_16_bit
     from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
     from quantkit.model.weights import Weights
 
@@ -139,6 +149,7 @@ def _structure(source: Any) -> dict[str, Any]:
         "bytes": sum(info.nbytes for info in infos),
         "file_bytes": source.file_bytes(),
         "stored_as": ", ".join(source.kinds()),
+        "left_at_16_bit": [asdict(each) for each in left_at_16_bit(weights, blocks)],
         "linears": [{"name": n, "out_features": o, "in_features": i, "count": c} for (n, o, i), c in kinds.items()],
         **_cache(source),
     }

@@ -54,6 +54,19 @@ def test_a_model_that_overflows_does_not_get_its_name(tiny_model: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_sample_that_fails_does_not_fail_a_finished_conversion(
+    tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*_: Any) -> Any:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr("quantkit.runtime.model.Model.step", step)
+    report = qk.convert(tiny_original, out=tmp_path / "out", method="rtn", group_size=32)
+    assert report.sample is None
+    assert "no sample was generated: TypeError in the model's own code: no such argument" in report.notes
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 def test_a_large_model_is_not_run_and_the_report_says_so(
     tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from quantkit.convert.plan.targets import Target, head_embeddings
 from quantkit.formats.interface import CheckpointLayout
 from quantkit.model.experts import routers
+from quantkit.model.language import language_model, name_of
 from quantkit.model.weights import Weights
 
 
@@ -22,7 +23,9 @@ def checkpoint_layout(weights: Weights, targets: Mapping[str, Target], *, fp8_ca
     fp8_cache: the checkpoint stores the scales of an fp8 cache for other engines.
     """
     model, names = weights.model, weights.names
-    known = routers(model)
+    decoder = language_model(model)
+    inside = name_of(model, decoder)
+    known = {f"{inside}.{name}" if inside else name for name in routers(decoder)}
     dense = [
         names[f"{name}.weight"].removesuffix(".weight") if f"{name}.weight" not in weights.tied else name
         for name, module in model.named_modules()

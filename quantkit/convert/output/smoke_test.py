@@ -33,8 +33,8 @@ def prompt_of(tokenizer: Any, text: CalibrationWindows | None) -> list[int]:
 def continue_prompt(folder: Path, ids: list[int], tokenizer: Any, out: str, remedy: str) -> dict[str, str] | str:
     """Load a written folder and continue a prompt greedily.
 
-    Returns ``{"prompt": ..., "text": ...}``, or the reason why not: an architecture whose cache quantkit's runtime does
-    not know.
+    Returns ``{"prompt": ..., "text": ...}``, or the reason why not: an architecture that quantkit's runtime cannot
+    step. The conversion is finished by then, and stays so.
 
     folder: the written checkpoint.
     ids: the prompt's tokens.
@@ -45,6 +45,7 @@ def continue_prompt(folder: Path, ids: list[int], tokenizer: Any, out: str, reme
     Raises NumericsError if a logit is not finite, CheckpointError or SourceError if the folder does not load.
     """
     from quantkit.checkpoint.tokenizer import check_vocabulary
+    from quantkit.runtime.decode.states import NOT_TAKEN
     from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
     from quantkit.runtime.load import load
 
@@ -57,8 +58,11 @@ def continue_prompt(folder: Path, ids: list[int], tokenizer: Any, out: str, reme
     tokens: list[int] = []
     cache, step_ids = transformers_cache(model.new_cache(len(ids) + NEW_TOKENS)), ids
     while len(tokens) < NEW_TOKENS:
-        with torch.inference_mode():
-            logits = model.head(model.step(torch.tensor([step_ids]), cache))
+        try:
+            with torch.inference_mode():
+                logits = model.head(model.step(torch.tensor([step_ids]), cache))
+        except NOT_TAKEN as error:  # out of transformers' own code for this architecture
+            return f"no sample was generated: {type(error).__name__} in the model's own code: {str(error)[:200]}"
         if not bool(torch.isfinite(logits).all()):
             raise NumericsError(
                 f"{out}: the quantized model gives logits that are not finite. Evaluate the source with `quantkit"

@@ -1,0 +1,96 @@
+"""What of a model is not quantized, in words: towers, embeddings, gates, convolutions, layers that are only copied."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from quantkit.checkpoint.names import COMPUTED
+from quantkit.model.kept_dense import kept_dense
+from quantkit.model.language import towers
+from quantkit.model.skeleton import Blocks, block_linears
+from quantkit.model.weights import Weights
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Weights that stay as they are, for one reason.
+
+    name: of the parameters, numbers of layers and experts as ``*``.
+    reason: in words.
+    tensors: how many.
+    weights: in all of them.
+    """
+
+    name: str
+    reason: str
+    tensors: int
+    weights: int
+
+
+def left_at_16_bit(weights: Weights, blocks: Blocks) -> list[LeftOut]:
+    """Return what a conversion copies, in the model's order; norms, biases and other vectors as one entry.
+
+    weights: of the skeleton. blocks: its decoder blocks.
+    """
+    reasons = _reasons(weights, blocks)
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for name, (shown, reason, size) in reasons.items():
+        if name not in weights.tied:
+            counts[shown, reason] += 1
+            sizes[shown, reason] += size
+    return [LeftOut(shown, reason, count, sizes[shown, reason]) for (shown, reason), count in counts.items()]
+
+
+def _reasons(weights: Weights, blocks: Blocks) -> dict[str, tuple[str, str, int]]:
+    """Return name to show, reason and number of weights of everything that is not quantized, by its name."""
+    beside = [f"{tower}." for tower in towers(weights.model)]
+    quantized = {
+        f"{blocks.name(index)}.{name}.weight"
+        for index, block in enumerate(blocks.modules)
+        for name in block_linears(block)
+    }
+    kept = {
+        f"{blocks.name(index)}.{name}": reason
+        for index, block in enumerate(blocks.modules)
+        for name, reason in kept_dense(block).items()
+    }
+    found = {}
+    for name in (*weights.parameters, *weights.stored_buffers):
+        if name in quantized:
+            continue
+        tower = next((prefix for prefix in beside if name.startswith(prefix)), None)
+        shown, reason = (f"{tower}*", "tower") if tower else _reason(weights, name, kept)
+        found[name] = (shown, reason, weights.tensor(name).numel())
+    used = {ref.name for ref in weights.sources.values()}
+    for name in weights.source.names():
+        if name not in used and not name.endswith(COMPUTED):
+            shown = NUMBER.sub("*", name.rpartition(".")[0])
+            found[name] = (f"{shown.partition('*')[0]}*", "not run: copied", prod(weights.source.info(name).shape))
+    return found
+
+
+def _reason(weights: Weights, name: str, kept: dict[str, str]) -> tuple[str, str]:
+    owner, _, local = name.rpartition(".")
+    module = weights.model.get_submodule(owner)
+    if weights.tensor(name).dim() < 2:
+        return "norms, biases, other vectors", ""
+    shown = NUMBER.sub("*", name)
+    if owner in kept and local == "weight":
+        return shown, kept[owner]
+    if module is weights.model.get_output_embeddings():  # type: ignore[operator]
+        return shown, "head"
+    if isinstance(module, nn.Embedding):
+        return shown, "embedding"
+    if name in weights.stored_buffers:
+        return shown, "stored buffer"
+    if isinstance(module, nn.Linear):
+        return shown, "outside the decoder blocks"
+    return shown, f"no linear ({type(module).__name__})"
