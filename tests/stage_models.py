@@ -14,7 +14,7 @@ from quantkit.checkpoint.source import FolderSource
 from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import InputGroup
 from quantkit.core.scheme import Scheme
-from quantkit.model.experts import unfuse_experts
+from quantkit.model.mixture.find import unfuse_experts
 from quantkit.model.skeleton import Blocks, build_skeleton, find_blocks
 from quantkit.model.stepper import BlockArguments, input_groups, record
 from quantkit.model.weights import Weights

@@ -1,101 +1,97 @@
 """Unfuse 3-D expert weights: one ``nn.Linear`` per expert and projection.
 
 transformers 5 keeps the experts of a mixture in one module with a tensor per projection, ``gate_up_proj [E, 2I, H]``
-and ``down_proj [E, H, I]`` (gpt_oss transposed, interleaved and with biases), whatever the checkpoint stores.
-Statistics, quantizers and engines know experts one at a time. Nothing is assumed: how the tensors are laid out and
-which half is the gate is found on a shrunken copy of the module with random weights, and the module that takes its
-place must compute what the original computes. What does not fit is refused by name.
-
-The router is what stands beside the experts in the module that holds them, and owns weights itself (``gate``,
-``router``, ``shared_expert_gate``): it decides discretely, costs next to nothing, and engines load it in 16 bit. It is
-not quantized.
+and ``down_proj [E, H, I]`` in most families, whatever the checkpoint stores. Statistics, quantizers and engines know
+experts one at a time. How the tensors are laid out is found by experiment (``mixture/find.py``); here are the modules
+that take the place of the fused ones.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import UnsupportedModel
-from quantkit.model.language import language_model, name_of
-
-FUSED = ("gate_up_proj", "down_proj")
-BIASES = {name: f"{name}_bias" for name in FUSED}
-TOLERANCE = 1e-5  # relative, float32
-PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INNER, PROBE_TOKENS, PROBE_TOP = 4, 16, 8, 12, 2
-
-
-@dataclass(frozen=True)
-class ExpertLayout:
-    """How a fused module stores its experts.
-
-    transposed: ``[E, in, out]`` instead of ``[E, out, in]``.
-    interleaved: outputs of ``gate_up_proj`` alternate gate, up instead of all gates before all ups.
-    bias: whether each projection has one (``gate_up_proj_bias [E, 2I]``).
-    """
-
-    transposed: bool
-    interleaved: bool
-    bias: bool
-
-    def halves(self, size: int) -> dict[str, slice]:
-        """Return where gate and up lie among the ``2I`` outputs."""
-        if self.interleaved:
-            return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
-        return {"gate_proj": slice(0, size // 2), "up_proj": slice(size // 2, None)}
-
-    def pick(self, fused: Tensor, local: str) -> Tensor:
-        """Cut a parameter (``gate_proj.weight``) out of one expert's entry of a fused tensor.
-
-        fused: ``[2I, H]`` or ``[H, 2I]`` (weight), ``[2I]`` (bias).
-        Returns ``[out, in]`` or ``[out]``, in memory of its own.
-        """
-        projection, _, kind = local.partition(".")
-        value = fused.t() if kind == "weight" and self.transposed else fused
-        if projection != "down_proj":
-            value = value[self.halves(value.shape[0])[projection]]
-        return value.clone(memory_format=torch.contiguous_format)
+from quantkit.model.mixture.layout import ExpertLayout, Fused
+from quantkit.model.mixture.stand_in import StandIn
 
 
 class Expert(nn.Module):
-    """One expert: ``down_proj(activation(gate_proj(x), up_proj(x)))``."""
+    """The linears of one expert, by projection."""
 
-    def __init__(self, hidden: int, inner: int, bias: bool) -> None:
+    def __init__(self, sizes: dict[str, tuple[int, int, bool]]) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias, device="meta")
-        self.up_proj = nn.Linear(hidden, inner, bias, device="meta")
-        self.down_proj = nn.Linear(inner, hidden, bias, device="meta")
+        for projection, (inputs, outputs, bias) in sizes.items():
+            setattr(self, projection, nn.Linear(inputs, outputs, bias, device="meta"))
 
 
-class Experts(nn.ModuleList):
+class Experts(nn.Module):
     """Takes the place of a fused module: same call, same result, one ``Expert`` per index.
 
-    layout: how the fused tensors it stands for were laid out. The activation is the original module's own.
+    layout: how the fused tensors it stands for were laid out. The activation is the original module's own, and so is
+    the whole forward where ``layout.own``.
+    choices: how many there are to choose from, in each tensor: some of them may be no experts (of identity).
     """
 
     def __init__(self, fused: nn.Module, layout: ExpertLayout) -> None:
-        down: Any = fused.down_proj
-        count, *sizes = down.shape
-        inner, hidden = sizes if layout.transposed else reversed(sizes)
-        super().__init__(Expert(hidden, inner, layout.bias).requires_grad_(False) for _ in range(count))
-        self.layout = layout
+        super().__init__()
+        shapes = {name: tuple(fused.get_parameter(name).shape) for name in layout.names()}
+        self.layout, self.shapes = layout, shapes
+        self.choices = tuple(experts_in(fused, entry) for entry in layout.fused)
+        sizes = {}
+        for entry in layout.fused:
+            one = entry.shape_of_one(shapes[entry.name], experts_in(fused, entry))
+            inputs, outputs = one if entry.transposed else one[::-1]
+            for projection in entry.projections:
+                sizes[projection] = inputs, outputs // len(entry.projections), bool(entry.bias)
+        for index in range(min(self.choices)):
+            self.add_module(str(index), Expert(sizes).requires_grad_(False))
         self.signature = inspect.signature(type(fused).forward)
-        gate = copy.copy(fused)  # without parameters: its activation function, and the numbers that it uses
-        gate.__dict__["_parameters"] = {}
-        self.__dict__["gate"] = gate  # no submodule: it has nothing to load
+        own: Any = copy.copy(
+            fused
+        )  # without parameters: its forward, its activation function, the numbers that it uses
+        own.__dict__["_parameters"] = {}
+        own.__dict__["_modules"] = dict(own._modules)
+        if getattr(own, "config", None) is not None:  # the plain loop, not a grouped kernel
+            own.config = copy.copy(own.config)
+            own.config._experts_implementation = "eager"
+        for name, child in own._modules.items():
+            if child is not None and any(True for _ in child.parameters()):
+                self.add_module(name, child)
+        self.__dict__["own"] = own  # no submodule: what it has to load is a child of this one
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __len__(self) -> int:
+        return min(self.choices)
+
+    def __getitem__(self, index: int) -> Expert:
+        return self.get_submodule(str(range(len(self))[index]))  # type: ignore[return-value]
+
+    def __iter__(self) -> Iterator[Expert]:
+        return (self[index] for index in range(len(self)))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "own" not in self.__dict__ or name.startswith("__"):
+                raise
+            return self._stand_ins()[name] if name in self.shapes else getattr(self.__dict__["own"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chosen experts; one that no token chose does not run.
 
-        Arguments are hidden ``[tokens, H]``, chosen experts int64 ``[tokens, k]`` and their weights ``[tokens, k]``;
-        returns ``[tokens, H]``.
+        Arguments are those of the fused module. In most families hidden ``[tokens, H]``, chosen experts int64
+        ``[tokens, k]`` and their weights ``[tokens, k]``; returns ``[tokens, H]``.
         """
+        if self.layout.own:
+            own = self.__dict__["own"]
+            own.__dict__.update(self._stand_ins())
+            return own(*args, **kwargs)
         hidden, chosen, weights = self._arguments(args, kwargs)
         out = torch.zeros_like(hidden)
         for index in chosen.unique().tolist():
@@ -112,41 +108,54 @@ class Experts(nn.ModuleList):
         return hidden, chosen, weights
 
     def _one(self, index: int, x: Tensor) -> Tensor:
-        expert: Any = self[index]
-        gate, up = expert.gate_proj(x), expert.up_proj(x)
-        join = _alternating if self.layout.interleaved else _concatenated
-        y: Tensor = expert.down_proj(self.__dict__["gate"]._apply_gate(join(gate, up)))
-        return y
+        both, down = self.layout.fused
+        inner = self.__dict__["own"]._apply_gate(self.run(both, index, x))
+        return self.run(down, index, inner)
+
+    def run(self, fused: Fused, index: int, x: Tensor) -> Tensor:
+        """Run what a fused parameter holds of one expert on ``x [rows, in]``; returns ``[rows, out]``."""
+        expert = self[index]
+        return fused.join([getattr(expert, projection)(x) for projection in fused.projections])
+
+    def _stand_ins(self) -> dict[str, StandIn]:
+        tensors = itertools.chain(self.parameters(), self.buffers())
+        like = next((tensor for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
+
+        def stand_in(fused: Fused) -> StandIn:
+            def run(index: int, x: Tensor) -> Tensor:
+                return self.run(fused, index, x)
+
+            return StandIn(fused.name, self.shapes[fused.name], fused.transposed, run, like)
+
+        return {fused.name: stand_in(fused) for fused in self.layout.fused}
 
 
-def _concatenated(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.cat([gate, up], dim=-1)
+def experts_in(module: nn.Module, fused: Fused) -> int:
+    """Return how many experts one of a fused module's parameters holds."""
+    return flat_count(module) if fused.flat else module.get_parameter(fused.name).shape[0]
 
 
-def _alternating(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.stack([gate, up], dim=-1).flatten(-2)
+def flat_count(module: nn.Module) -> int:
+    """Return how many experts a module's matrices hold one after another; 0 if that is not what they are.
+
+    They are two or more of the same shape, and the module says how many experts there are.
+    """
+    matrices = [p for p in module._parameters.values() if p is not None]
+    if len(matrices) < 2 or any(p.dim() != 2 or p.shape != matrices[0].shape for p in matrices):
+        return 0
+    counts = {v for k, v in vars(module).items() if "expert" in k and type(v) is int and v > 1}
+    return counts.pop() if len(counts) == 1 and not matrices[0].shape[0] % min(counts) else 0
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Tell whether a module owns weights of three dimensions: experts in one piece, whatever their class is called."""
+    """Tell whether a module owns weights of three dimensions, or matrices one after another.
+
+    Those are experts in one piece, whatever their class is called, or something else that is no linear.
+    """
     convolution = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-    return not convolution and any(p is not None and p.dim() == 3 for p in module._parameters.values())
-
-
-def is_routing(parent: nn.Module, child: nn.Module) -> bool:
-    """Tell whether a child is a router: it has weights of its own, in the module that also holds the experts."""
-    beside = any(isinstance(m, Experts) or is_fused(m) for m in parent.children() if m is not child)
-    return beside and not isinstance(child, Experts) and not is_fused(child) and "weight" in child._parameters
-
-
-def routers(model: nn.Module) -> set[str]:
-    """Name the routers below a model or a block."""
-    return {
-        f"{name}.{local}" if name else local
-        for name, parent in model.named_modules()
-        for local, child in parent.named_children()
-        if is_routing(parent, child)
-    }
+    shapes = [p.shape for p in module._parameters.values() if p is not None]
+    solid = any(len(shape) == 3 and min(shape[1:]) > 1 for shape in shapes)
+    return not convolution and (solid or flat_count(module) > 0)
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -162,7 +171,7 @@ def expert_linears(block: nn.Module) -> dict[str, tuple[str, int]]:
         f"{name}.{index}.{projection}": (name, index)
         for name, experts in expert_modules(block)
         for index in range(len(experts))
-        for projection in ("gate_proj", "up_proj", "down_proj")
+        for projection in experts.layout.projections
     }
 
 
@@ -171,132 +180,11 @@ def expert_groups(name: str, experts: Experts) -> list[tuple[str, ...]]:
 
     Gate and up share the routed state.
     """
-    groups: list[tuple[str, ...]] = []
-    for index in range(len(experts)):
-        groups += [(f"{name}.{index}.gate_proj", f"{name}.{index}.up_proj"), (f"{name}.{index}.down_proj",)]
-    return groups
-
-
-def unfuse_experts(model: nn.Module) -> None:
-    """Replace every fused expert module of a skeleton (parameters on meta), in place.
-
-    Raises UnsupportedModel, naming the module, for three-dimensional weights that are no experts of a known build.
-    """
-    layouts: dict[tuple[type, tuple[int, ...]], ExpertLayout] = {}
-    decoder = language_model(model)  # a tower's three-dimensional weights are no experts
-    for name, module in list(decoder.named_modules(prefix=name_of(model, decoder))):
-        if not is_fused(module):
-            continue
-        shapes = tuple(d for p in module.parameters(recurse=False) for d in p.shape)
-        key = (type(module), shapes)
-        if key not in layouts:
-            kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-            layouts[key] = find_layout(module, f"{kind}: {name} ({type(module).__name__})")
-        owner, _, local = name.rpartition(".")
-        setattr(model.get_submodule(owner), local, Experts(module, layouts[key]))
-
-
-@torch.no_grad()
-def find_layout(module: nn.Module, where: str) -> ExpertLayout:
-    """Find the layout of a fused module by experiment on a shrunken copy. Raises UnsupportedModel naming ``where``."""
-    bias = _checked_parameters(module, where)
-    gate_up, down = (module.get_parameter(name) for name in FUSED)
-    interleaved = _interleaved(module, where)
-    reason = "no layout of its weights makes sense"
-    for transposed in (False, True):
-        inner, hidden = (down.shape[1], down.shape[2]) if transposed else (down.shape[2], down.shape[1])
-        expected = (hidden, 2 * inner) if transposed else (2 * inner, hidden)
-        if tuple(gate_up.shape[1:]) != expected:
-            continue
-        layout = ExpertLayout(transposed, interleaved, bias)
-        error = _difference(module, layout)
-        if error <= TOLERANCE:
-            return layout
-        reason = f"one linear per expert computes something else (relative error {error:.1e})"
-    raise UnsupportedModel(f"{where}: its experts are not understood ({reason}); not supported.")
-
-
-def _checked_parameters(module: nn.Module, where: str) -> bool:
-    """Whether there are biases. Raises UnsupportedModel for names other than those of a gated expert module."""
-    names = {name for name, p in module._parameters.items() if p is not None}
-    known = set(FUSED) | set(BIASES.values())
-    if any(True for _ in module.children()):
-        names |= {name for name, child in module.named_children() if any(True for _ in child.parameters())}
-    if not hasattr(module, "_apply_gate") or not set(FUSED) <= names or names not in (set(FUSED), known):
-        raise UnsupportedModel(
-            f"{where}: weights of three dimensions ({', '.join(sorted(names))}) that are no experts as quantkit knows"
-            " them; convolutions and state-space layers are not supported."
-        )
-    return names == known
-
-
-def _interleaved(module: Any, where: str) -> bool:
-    """Which outputs are gates: changing ``up`` changes the activation's result evenly, changing ``gate`` does not.
-
-    Raises UnsupportedModel if neither order shows that. A linear activation shows it for both: then the halves are
-    equals.
-    """
-    generator = torch.Generator().manual_seed(0)
-    gate, up, step = (torch.randn(1, PROBE_INNER, generator=generator, dtype=torch.float64) for _ in range(3))
-
-    def bend(join: Any, of_gate: bool) -> float:
-        d = step * 0.1
-        at = [(gate + d * k, up) if of_gate else (gate, up + d * k) for k in (-1, 0, 1)]
-        low, mid, high = (module._apply_gate(join(g, u)) for g, u in at)
-        return float((low - 2 * mid + high).abs().max() / (high - low).abs().max().clamp(min=1e-30))
-
-    for interleaved, join in ((False, _concatenated), (True, _alternating)):
-        if _acts_per_channel(module, join) and bend(join, False) < 1e-9:
-            return interleaved
-    raise UnsupportedModel(f"{where}: which of its outputs are gates is not understood; not supported.")
-
-
-def _acts_per_channel(module: Any, join: Any) -> bool:
-    """Whether result i depends on the i-th gate and the i-th up only, in this order of outputs."""
-    base = torch.linspace(-1, 1, PROBE_INNER, dtype=torch.float64)[None]
-    changed = base.clone()
-    changed[0, 0] += 1
-    before = module._apply_gate(join(base, base.flip(1)))
-    if before.shape != base.shape:
-        return False
-    for other in (join(changed, base.flip(1)), join(base, base.flip(1) + (changed - base))):
-        moved = (module._apply_gate(other) - before).abs()[0] > 1e-12
-        if not bool(moved[0]) or bool(moved[1:].any()):
-            return False
-    return True
-
-
-def _difference(module: nn.Module, layout: ExpertLayout) -> float:
-    """Relative difference between a shrunken random copy of a fused module and the linears made from it."""
-    generator = torch.Generator().manual_seed(0)
-    small = _shrunken(module, layout, generator)
-    linears = Experts(small, layout)
-    fill(linears, small)
-    x = torch.randn(PROBE_TOKENS, PROBE_HIDDEN, generator=generator)
-    scores = torch.rand(PROBE_TOKENS, PROBE_EXPERTS - 1, generator=generator)  # the last expert is never chosen
-    weights, chosen = scores.topk(PROBE_TOP, dim=-1)
-    expected = small(x, chosen, weights)
-    return float((linears(x, chosen, weights) - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-
-
-def _shrunken(module: Any, layout: ExpertLayout, generator: torch.Generator) -> Any:
-    small = copy.copy(module)
-    shapes = {"gate_up_proj": (2 * PROBE_INNER, PROBE_HIDDEN), "down_proj": (PROBE_HIDDEN, PROBE_INNER)}
-    values: dict[str, nn.Parameter | None] = {}
-    for name, shape in shapes.items():
-        stored = shape[::-1] if layout.transposed else shape
-        values[name] = nn.Parameter(torch.randn(PROBE_EXPERTS, *stored, generator=generator), requires_grad=False)
-        if layout.bias:
-            values[BIASES[name]] = nn.Parameter(
-                torch.randn(PROBE_EXPERTS, shape[0], generator=generator), requires_grad=False
-            )
-    small.__dict__["_parameters"] = values
-    small.num_experts = PROBE_EXPERTS
-    config = getattr(module, "config", None)
-    if config is not None:  # the module's plain loop, not a grouped kernel that wants certain widths
-        small.config = copy.copy(config)
-        small.config._experts_implementation = "eager"
-    return small
+    return [
+        tuple(f"{name}.{index}.{projection}" for projection in group)
+        for index in range(len(experts))
+        for group in experts.layout.groups
+    ]
 
 
 def fill(linears: Experts, fused: nn.Module) -> None:
@@ -304,13 +192,8 @@ def fill(linears: Experts, fused: nn.Module) -> None:
     for index, expert in enumerate(linears):
         for local, _ in list(expert.named_parameters()):
             projection, _, kind = local.partition(".")
-            source: Any = fused._parameters[fused_name(local)]
-            value = linears.layout.pick(source[index], local)
+            holder = linears.layout.holder(local)
+            source = fused.get_parameter(linears.layout.fused_name(local))
+            entries = source.unflatten(0, (len(linears), -1)) if holder.flat else source
+            value = linears.layout.pick(entries[index], local)
             expert.get_submodule(projection)._parameters[kind] = nn.Parameter(value, requires_grad=False)
-
-
-def fused_name(local: str) -> str:
-    """Name the fused parameter that holds an expert's parameter: ``up_proj.bias`` -> ``gate_up_proj_bias``."""
-    projection, _, kind = local.partition(".")
-    name = "down_proj" if projection == "down_proj" else "gate_up_proj"
-    return name if kind == "weight" else BIASES[name]

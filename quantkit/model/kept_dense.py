@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from quantkit.model.experts import expert_linears, routers
+from quantkit.model.experts import expert_linears
+from quantkit.model.mixture.routers import routers
 
 # Kernels of engines (Marlin and others) take multiples of 64 outputs.
 GATE_OUTPUTS = 64

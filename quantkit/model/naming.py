@@ -13,9 +13,10 @@ from typing import Any
 from torch import nn
 
 from quantkit.checkpoint.names import ParameterPart
-from quantkit.model.experts import BIASES, FUSED, expert_modules, fused_name
+from quantkit.model.experts import expert_modules
+from quantkit.model.mixture.layout import GATED
 
-HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+HALVES = {"gate_up_proj": GATED}  # other fused tensors hold one projection, of their own name
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,15 @@ class Naming:
         It says so itself: layers that predict further tokens, a head of another task.
         """
         keys = (stored, f"{self.prefix}.{stored}")
-        return any(pattern.search(key) for pattern in self.left_out for key in keys)
+        return any(pattern.search(key) for pattern in self.left_out for key in keys) or any(map(self._no_expert, keys))
+
+    def _no_expert(self, key: str) -> bool:
+        """Whether a stored tensor is kept for a choice that is no expert (longcat_flash's experts of identity)."""
+        for renaming in self.renamings:
+            key, _ = renaming.rename_source_key(key)
+        found = re.fullmatch(r"(.+)\.(\d+)\.([^.]+)\.weight", key)
+        experts = self.experts.get(found[1]) if found else None
+        return found is not None and experts is not None and len(experts) <= int(found[2]) < max(experts.choices)
 
     def parts_of(self, stored: str) -> list[ParameterPart]:
         """List the parameters that a stored tensor holds: none, one, or all experts' parts of a fused one."""
@@ -76,7 +85,7 @@ class Naming:
         return self._of_all_experts(key)
 
     def _of_one_expert(self, rule: _PerExpert, key: str, target: str, pattern: str) -> list[ParameterPart]:
-        number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)") + "$", key)
+        number = re.search(re.escape(_plain(pattern)).replace(r"\*", r"(\d+)") + "$", key)
         owner = target.rpartition(".")[0]
         if number is None or owner not in self.experts:
             return []
@@ -85,11 +94,12 @@ class Naming:
 
     def _of_all_experts(self, key: str) -> list[ParameterPart]:
         owner, _, local = key.rpartition(".")
-        if owner not in self.experts or local not in (*FUSED, *BIASES.values()):
+        if owner not in self.experts or local not in self.experts[owner].layout.names():
             return []
-        names = (name for name, _ in self.experts[owner].named_parameters())
+        layout = self.experts[owner].layout
+        names = (name for name, _ in self.experts[owner].named_parameters() if name[0].isdigit())
         each = [(int(name.partition(".")[0]), f"{owner}.{name}", name.partition(".")[2]) for name in names]
-        return [ParameterPart(full, index) for index, full, tail in each if fused_name(tail) == local]
+        return [ParameterPart(full, index) for index, full, tail in each if layout.fused_name(tail) == local]
 
     def written(self, parameter: str) -> str:
         """Return the name that checkpoints of this family give a parameter.
@@ -104,17 +114,18 @@ class Naming:
 
     def _as_one_expert(self, parameter: str) -> list[str]:
         """What transformers' rules gather into the fused tensor that holds this parameter."""
-        owner, _, tail = parameter.partition(".experts.")
-        owner, (index, _, local) = f"{owner}.experts", tail.partition(".")
-        if owner not in self.experts:
+        found = re.fullmatch(r"(.+)\.(\d+)\.([^.]+\.[^.]+)", parameter)
+        if found is None or found[1] not in self.experts:
             return []
-        fused = f"{owner}.{fused_name(local)}"
-        return [
-            fused.removesuffix(rule.transform.target_patterns[0]) + source.replace("*", index)
-            for rule in self.rules
-            for source, projection in zip(rule.sources, rule.projections, strict=True)
-            if local == f"{projection}.weight" and fused.endswith(rule.transform.target_patterns[0])
-        ]
+        owner, index, local = found.groups()
+        fused = f"{owner}.{self.experts[owner].layout.fused_name(local)}"
+        names = []
+        for rule in self.rules:
+            target = _plain(rule.transform.target_patterns[0])
+            for source, projection in zip(rule.sources, rule.projections, strict=True):
+                if local == f"{projection}.weight" and fused.endswith(target):
+                    names.append(fused.removesuffix(target) + _plain(source).replace("*", index))
+        return names
 
     def _unrenamed(self, name: str) -> list[str]:
         """What a name may have been before transformers renamed it, likeliest first."""
@@ -122,6 +133,11 @@ class Naming:
         for renaming in reversed(self.renamings):
             candidates = [renaming.reverse_transform().rename_source_key(candidates[0])[0], *candidates]
         return candidates
+
+
+def _plain(pattern: str) -> str:
+    """Return what a pattern of transformers matches, ``*`` for a number excepted: some of them escape their dots."""
+    return pattern.replace("\\.", ".")
 
 
 def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert]]:
@@ -142,6 +158,7 @@ def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert]]:
         steps = [(type(op).__name__, getattr(op, "dim", None)) for op in transform.operations]
         gathers = steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
         sources = tuple(transform.source_patterns)
-        if gathers and len(HALVES.get(fused, ())) == len(sources):
-            rules.append(_PerExpert(transform, sources, HALVES[fused]))
+        projections = HALVES.get(fused, (fused,))
+        if gathers and len(projections) == len(sources):
+            rules.append(_PerExpert(transform, sources, projections))
     return renamings, rules

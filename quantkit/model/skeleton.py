@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.foreign_files.code_references import without_code
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import unfuse_experts
 from quantkit.model.kept_dense import kept_dense
 from quantkit.model.language import auto_class, language_model, name_of
+from quantkit.model.mixture.find import unfuse_experts
 from quantkit.model.transposed import replace_conv1d
 
 

@@ -75,9 +75,9 @@ class Weights:
         expected, actual = tuple(tensor.shape), info.shape[::-1] if self.transposed(name) else info.shape
         if stored.index is not None:
             experts, local = self._expert(name)
-            actual = tuple(experts.layout.pick(torch.empty(info.shape[1:], device="meta"), local).shape)
-            if len(experts) != info.shape[0]:
-                actual = info.shape
+            whole = experts.shapes[experts.layout.fused_name(local)]
+            actual = expected if info.shape == whole else info.shape
+            expected = expected if info.shape == whole else whole
         if expected != actual:
             raise SourceError(
                 f"{self.source.path}: tensor {stored.name!r} has shape {list(actual)}; config.json implies"
@@ -150,9 +150,17 @@ class Weights:
             value = self.as_stored(name, self.source.read(stored.name))  # and back again
         else:
             experts, local = self._expert(name)
-            value = experts.layout.pick(self.source.read_entry(stored.name, stored.index), local)
+            value = experts.layout.pick(self._entry(stored, experts, local), local)
         value = value.to(device)  # as stored: half the bytes travel
         return finite(value, self.source.path, stored.name)
+
+    def _entry(self, stored: TensorRef, experts: Experts, local: str) -> Tensor:
+        """Read one expert's entry of a fused tensor."""
+        index = stored.index or 0
+        if not experts.layout.holder(local).flat:
+            return self.source.read_entry(stored.name, index)
+        rows = self.source.info(stored.name).shape[0] // len(experts)
+        return torch.stack([self.source.read_entry(stored.name, index * rows + row) for row in range(rows)])
 
     def raw_as_stored(self, name: str) -> Tensor:
         """Read one parameter as checkpoints of this family store it. Raises NumericsError as ``raw`` does."""

@@ -8,8 +8,8 @@ from torch import nn
 
 from quantkit.convert.plan.targets import Target, head_embeddings
 from quantkit.formats.interface import CheckpointLayout
-from quantkit.model.experts import routers
 from quantkit.model.language import language_model, name_of
+from quantkit.model.mixture.routers import routers
 from quantkit.model.weights import Weights
 
 

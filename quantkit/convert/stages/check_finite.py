@@ -45,7 +45,7 @@ def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> N
 
 
 def _pieces(source: Source, name: str, entries: bool) -> Iterator[Tensor]:
-    if not entries:
+    if not entries or len(source.info(name).shape) < 3:
         yield source.read(name)
         return
     for index in range(source.info(name).shape[0]):

@@ -10,14 +10,17 @@ from architectures import MOE, tiny_config, tiny_model
 from torch import nn
 
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import ExpertLayout, expert_modules, fill, find_layout, is_fused, routers, unfuse_experts
+from quantkit.model.experts import expert_modules, fill, is_fused
+from quantkit.model.mixture.find import find_layout, unfuse_experts
+from quantkit.model.mixture.layout import usual
+from quantkit.model.mixture.routers import routers
 from quantkit.model.skeleton import block_linears, build_skeleton, dense_weights_of, find_blocks
 from quantkit.model.stepper import input_groups, record
 
 LAYOUTS = {
-    "mixtral": ExpertLayout(False, False, False),
-    "qwen3_moe": ExpertLayout(False, False, False),
-    "gpt_oss": ExpertLayout(True, True, True),
+    "mixtral": usual(),
+    "qwen3_moe": usual(),
+    "gpt_oss": usual(transposed=True, interleaved=True, bias=True),
 }
 
 
@@ -118,7 +121,7 @@ def test_a_family_never_seen_is_understood_by_experiment() -> None:
             up, gate = both[..., ::2], both[..., 1::2]
             return torch.nn.functional.gelu(gate) * up
 
-    assert find_layout(Gated(), "here") == ExpertLayout(False, False, False)
+    assert find_layout(Gated(), "here") == usual()
     with pytest.raises(UnsupportedModel, match="here: which of its outputs are gates"):
         find_layout(UpFirst(), "here")  # gates come second: written as gate_proj, an engine would swap them
 
