@@ -100,6 +100,9 @@ class StandIn:
                 out[index, rows] = self.run(index, x[index][rows])
         return out
 
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        return self.each(x)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
         name = getattr(func, "__name__", "")
@@ -152,6 +155,9 @@ class Entry:
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], self.shape[1 if turned else 0])
         return self.whole.run(self.index, x)
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        return self.times(x, True)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
