@@ -15,7 +15,7 @@ from quantkit.calibrate.stats import Hessian
 from quantkit.calibrate.transfer import Shuttle
 from quantkit.core.precision import exact_products
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import expert_linears
+from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.stepper import BlockArguments, run_block
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from quantkit.calibrate.stats import Hessian
 from quantkit.errors import NumericsError
-from quantkit.model.experts import expert_linears
+from quantkit.model.mixture.experts import expert_linears
 
 
 @dataclass(frozen=True)

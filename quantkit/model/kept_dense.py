@@ -1,6 +1,6 @@
 """Linears of a block that stay in 16 bit, found by structure: routers, small gates, weights that are read directly.
 
-* A router decides discretely (``model/experts.py``).
+* A router decides discretely (``model/mixture/experts.py``).
 * A gate of linear attention (``in_proj_a``, ``in_proj_b``) has one output for each head. It decides how fast a state
   forgets, costs next to nothing, and the kernels of engines take no matrix of so few rows.
 * A weight that the block's code multiplies itself (``dt_proj.weight @ x`` of mamba) is no packed layer's to hold.
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from quantkit.model.experts import expert_linears
+from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.mixture.routers import routers
 
 # Kernels of engines (Marlin and others) take multiples of 64 outputs.

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from quantkit.checkpoint.names import ParameterPart
-from quantkit.model.experts import expert_modules
+from quantkit.model.mixture.experts import expert_modules
 from quantkit.model.mixture.layout import GATED
 
 HALVES = {"gate_up_proj": GATED}  # other fused tensors hold one projection, of their own name

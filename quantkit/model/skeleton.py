@@ -55,7 +55,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
 
     Buffers (rotary tables, scales) are real. No code but that of transformers runs, whatever the config names.
 
-    unfuse: experts become one linear per expert and projection (``model/experts.py``), GPT-2's Conv1D linears.
+    unfuse: experts become one linear per expert and projection (``model/mixture/experts.py``), GPT-2's Conv1D linears.
 
     A model with vision or audio towers is built whole.
 

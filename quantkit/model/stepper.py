@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import Experts, expert_groups, expert_linears, expert_modules
+from quantkit.model.mixture.experts import Experts, expert_groups, expert_linears, expert_modules
 from quantkit.model.skeleton import Blocks, block_linears
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from quantkit.checkpoint.names import TensorRef, match_names
 from quantkit.checkpoint.source import Source, finite
 from quantkit.errors import SourceError
-from quantkit.model.experts import Experts
 from quantkit.model.language import towers
+from quantkit.model.mixture.experts import Experts
 from quantkit.model.naming import Naming
 from quantkit.model.skeleton import Blocks
 from quantkit.model.transposed import TransposedLinear

@@ -19,8 +19,8 @@ from quantkit.convert.plan.inputs import Inputs
 from quantkit.convert.plan.random_tokens import draw, fallback
 from quantkit.convert.results import TOKENS, WINDOWS
 from quantkit.errors import QuantkitError
-from quantkit.model.experts import expert_linears
 from quantkit.model.language import text_config
+from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import Blocks, block_linears
 
 

@@ -25,8 +25,8 @@ from quantkit.core.host import available_bytes
 from quantkit.core.kvpages import CUTS, SEARCHED_AT_ONCE
 from quantkit.formats.interface import Format
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
-from quantkit.model.experts import expert_linears
 from quantkit.model.language import text_config
+from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import Blocks, block_linears, widest_input
 from quantkit.model.weights import Weights, before_blocks, outside_blocks
 

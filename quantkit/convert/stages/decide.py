@@ -19,8 +19,8 @@ from quantkit.convert.results import TOKENS, WINDOWS, BlockResult, BudgetChoice,
 from quantkit.convert.stages.sensitivity import SensitivityPass
 from quantkit.core.host import OnStep
 from quantkit.errors import WorkFolderError
-from quantkit.model.experts import expert_linears
 from quantkit.model.language import text_config
+from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import Blocks
 from quantkit.model.weights import Weights
 

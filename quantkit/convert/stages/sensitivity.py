@@ -29,9 +29,9 @@ from quantkit.core import affine
 from quantkit.core.host import OnStep
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
-from quantkit.model.experts import expert_linears
 from quantkit.model.folds import find_folds, shared_modules
 from quantkit.model.language import towers
+from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import Blocks, block_linears
 from quantkit.model.stepper import BlockArguments, record, require_same_calls, run_block
 from quantkit.model.weights import Weights

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import Experts, fill, flat_count, is_fused
 from quantkit.model.language import language_model, name_of
+from quantkit.model.mixture.experts import Experts, fill, flat_count, is_fused
 from quantkit.model.mixture.layout import GATED, ExpertLayout, Fused, usual
 from quantkit.model.mixture.shrink import PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INNER, shrunken, shrunken_usual
 from quantkit.model.mixture.stand_in import WrongWay

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from quantkit.model.experts import Experts
+from quantkit.model.mixture.experts import Experts
 
 
 def routers(model: nn.Module) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.model.experts import Experts, fill
+from quantkit.model.mixture.experts import Experts, fill
 from quantkit.model.mixture.layout import ExpertLayout, Fused
 
 TOKENS, TOP = 12, 2

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantkit.calibrate.experts import share_statistics
 from quantkit.calibrate.stats import Hessian
 from quantkit.errors import NumericsError
-from quantkit.model.experts import expert_groups, expert_modules
+from quantkit.model.mixture.experts import expert_groups, expert_modules
 from quantkit.model.skeleton import build_skeleton, find_blocks
 
 WIDTH = 32

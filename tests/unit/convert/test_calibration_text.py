@@ -18,7 +18,7 @@ from quantkit.convert.plan.calibration_text import too_few_tokens, unused_window
 from quantkit.convert.plan.random_tokens import TOKENS, draw
 from quantkit.convert.plan.self_calibration import cut, first_tokens, note, planned, sequences, windows_in_all
 from quantkit.errors import RequestError, SourceError
-from quantkit.model.experts import expert_linears
+from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import block_linears, build_skeleton
 
 

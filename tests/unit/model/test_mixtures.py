@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantkit.checkpoint.names import ParameterPart
 from quantkit.errors import UnsupportedModel
-from quantkit.model.experts import Experts, expert_groups, expert_modules, fill, is_fused
+from quantkit.model.mixture.experts import Experts, expert_groups, expert_modules, fill, is_fused
 from quantkit.model.mixture.find import find_layout, unfuse_experts
 from quantkit.model.mixture.layout import GATED
 from quantkit.model.mixture.routers import routers
