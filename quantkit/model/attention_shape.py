@@ -42,7 +42,10 @@ def cached_kv_heads(config: Any) -> int:
 
 def _largest(config: Any, name: str) -> int:
     """Return a number of the config, the largest where layers have their own, 0 where it has none."""
-    value = getattr(config, name, None) or 0
+    try:
+        value = getattr(config, name, None) or 0
+    except RuntimeError:  # layers differ: transformers asks for one of them
+        value = [getattr(layer, name, 0) or 0 for layer in config.per_layer_config]
     return max(map(int, value), default=0) if isinstance(value, (list, tuple)) else int(value)
 
 

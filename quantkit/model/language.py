@@ -35,8 +35,22 @@ def text_config(model: Any) -> Any:
 
 def language_model(model: Any) -> Any:
     """Return the submodule that decodes text: holds embedding and blocks; the whole model if there is no other."""
-    found = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return found if any(True for _ in found.parameters()) else model
+    found: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
+    lists = (each for each in found.modules() if isinstance(each, nn.ModuleList))
+    return found if any(True for each in lists for _ in each.parameters()) else model
+
+
+def trunk(model: Any) -> Any:
+    """Return the submodule that turns tokens into final hidden states: the model without its head."""
+    from transformers import PreTrainedModel
+
+    head = model.get_output_embeddings()
+    inside = [model.base_model, *language_model(model).modules()]  # a wrapper may hold a whole language model
+    for module in inside:
+        parts = list(module.modules()) if isinstance(module, PreTrainedModel) else []
+        if any(isinstance(part, nn.ModuleList) for part in parts) and all(part is not head for part in parts):
+            return module
+    return model.base_model
 
 
 def name_of(model: nn.Module, wanted: nn.Module) -> str:
@@ -45,16 +59,25 @@ def name_of(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def towers(model: nn.Module) -> list[str]:
-    """Name the towers of a model: submodules that are models of their own, and hold no part of the language model."""
+    """Name the towers of a model: submodules that are models of their own, and hold no part of the language model.
+
+    The language model holds the embedding of tokens.
+    """
     from transformers import PreTrainedModel
 
-    decoder = name_of(model, language_model(model))
+    decoder = language_model(model)
+    get: Any = getattr(model, "get_input_embeddings", None)
+    embedding = None if get is None else get()
+    text = {id(module) for module in decoder.modules()}
+    if id(embedding) in text:  # inside the language model, too, what does not hold it is a tower
+        text = {id(decoder), id(embedding)}
     found: list[str] = []
     for name, module in model.named_modules():
-        beside = f"{decoder}.".startswith(f"{name}.") or f"{name}.".startswith(f"{decoder}.")
         inside = any(name.startswith(f"{tower}.") for tower in found)
-        if name and decoder and isinstance(module, PreTrainedModel) and not beside and not inside:
-            found.append(name)
+        if name and isinstance(module, PreTrainedModel) and not inside:
+            held = {id(each) for each in module.modules()}
+            if not held & {*text, id(embedding)}:
+                found.append(name)
     return found
 
 

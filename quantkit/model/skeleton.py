@@ -7,6 +7,7 @@ family.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from quantkit.checkpoint.foreign_files.code_references import without_code
 from quantkit.errors import UnsupportedModel
 from quantkit.model.kept_dense import kept_dense
-from quantkit.model.language import auto_class, language_model, name_of
+from quantkit.model.language import auto_class, language_model, name_of, text_config, towers
 from quantkit.model.mixture.find import unfuse_experts
 from quantkit.model.transposed import replace_conv1d
 
@@ -64,7 +65,7 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    data = without_code(config, *NOT_STRUCTURE)
+    data = _with_infinities(without_code(config, *NOT_STRUCTURE))
     kind = data.pop("model_type", None)
     if kind is None:
         raise UnsupportedModel(
@@ -95,6 +96,20 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         unfuse_experts(model)
         replace_conv1d(model)
     return model.eval()  # type: ignore[no-any-return]
+
+
+# How transformers writes what JSON has no number for.
+INFINITIES = {"Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _with_infinities(value: Any) -> Any:
+    """Return a config with ``{"__float__": "Infinity"}`` as the number it stands for."""
+    if isinstance(value, dict):
+        tag = value.get("__float__") if len(value) == 1 else None
+        if isinstance(tag, str) and tag in INFINITIES:
+            return INFINITIES[tag]
+        return {key: _with_infinities(entry) for key, entry in value.items()}
+    return [_with_infinities(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _first_sentence(error: Exception) -> str:
@@ -145,12 +160,15 @@ def find_blocks(model: nn.Module) -> Blocks:
     """
     best: tuple[int, str, nn.ModuleList] | None = None
     decoder = language_model(model)
+    beside = tuple(f"{tower}." for tower in towers(model))
     for name, module in decoder.named_modules(prefix=name_of(model, decoder)):
-        if isinstance(module, nn.ModuleList):
+        if isinstance(module, nn.ModuleList) and not name.startswith(beside):
             size = sum(p.numel() for p in module.parameters())
             if best is None or size > best[0]:
                 best = (size, name, module)
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if not all(isinstance(getattr(text_config(model), key, None), int) for key in ("hidden_size", "vocab_size")):
+        raise UnsupportedModel(f"{kind}: its config names no hidden_size or no vocab_size; not supported.")
     if best is None or best[0] == 0:
         raise UnsupportedModel(f"{kind}: no list of decoder blocks was found; this architecture is not supported.")
     blocks = Blocks(best[1], best[2])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import UnsupportedModel
+from quantkit.model.language import trunk
 from quantkit.model.mixture.experts import Experts, expert_groups, expert_linears, expert_modules
 from quantkit.model.skeleton import Blocks, block_linears
 
@@ -72,7 +73,13 @@ class _NotUnderstood(Exception):
 
 
 # What a block may return: the hidden state, or a tuple that starts with it (falcon). Which one is seen by trying.
-RETURNS: tuple[Callable[[Tensor], Any], ...] = (lambda hidden: hidden, lambda hidden: (hidden, None))
+RETURNS: tuple[Callable[[Tensor], Any], ...] = (
+    lambda hidden: hidden,
+    lambda hidden: (hidden, None),
+    lambda hidden: [hidden],
+)
+# What a model raises that wanted a result of another form.
+OTHER_FORM = (IndexError, TypeError, ValueError)
 
 
 @torch.no_grad()
@@ -84,10 +91,18 @@ def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
     Raises UnsupportedModel if a block does not take the hidden state first, or if the model does anything between its
     blocks but hand the hidden state on.
     """
+    reason: Exception | None = None
     for returns in RETURNS:
-        with contextlib.suppress(_NotUnderstood):
+        try:
             return _record(model, blocks, input_ids, returns)
-    raise UnsupportedModel(f"{blocks.prefix}: blocks that return neither a hidden state nor a tuple are not supported.")
+        except _NotUnderstood:
+            continue
+        except OTHER_FORM as error:
+            reason = reason or error
+    why = "" if reason is None else f" ({type(reason).__name__}: {str(reason)[:150]})"
+    raise UnsupportedModel(
+        f"{blocks.prefix}: blocks that return neither a hidden state nor a tuple are not supported{why}."
+    )
 
 
 def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callable[[Tensor], Any]) -> Recording:
@@ -150,7 +165,7 @@ def forward_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Ten
     """Run one block as ``run_block`` does, recording for gradients where the caller does."""
     raise_if_interrupted()
     out = block(hidden, *call.args, **call.kwargs)
-    result = out[0] if isinstance(out, tuple) else out
+    result = out[0] if isinstance(out, (tuple, list)) else out
     if not isinstance(result, Tensor) or result.shape != hidden.shape:
         raise UnsupportedModel(f"{type(block).__name__}: does not return a hidden state of shape {list(hidden.shape)}.")
     return result
@@ -181,10 +196,10 @@ def run_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor
 
 def forward_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Tensor) -> Tensor:
     """Run the final norm as ``run_norm`` does, recording for gradients where the caller does."""
-    trunk: Any = model.base_model
+    body = trunk(model)
 
     def final() -> Tensor | None:
-        states: Tensor = trunk(input_ids=input_ids, use_cache=False).last_hidden_state
+        states: Tensor = body(input_ids=input_ids, use_cache=False).last_hidden_state
         return states if states.shape[:-1] == input_ids.shape else None
 
     return _after_blocks(blocks, hidden, final)
@@ -195,8 +210,8 @@ def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | Non
 
     run: None from it means that this was not the way.
     """
-    # With a single block no other one can complain: a tuple that the model wanted shows as a missing dimension.
-    wrong = (_NotUnderstood,) if len(blocks) > 1 else (_NotUnderstood, IndexError)
+    # A form that the model did not want shows as a missing dimension or a failed unpacking.
+    wrong = (_NotUnderstood, *OTHER_FORM)
     for returns in RETURNS:
         result = returns(hidden)
 

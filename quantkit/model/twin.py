@@ -13,10 +13,13 @@ import torch
 from torch import nn
 
 from quantkit.errors import UnsupportedModel
+from quantkit.model.language import text_config, towers
 from quantkit.model.skeleton import build_skeleton
 
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-HEADS = ("num_attention_heads", "n_head", "num_heads")
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+# Lists with an entry for each layer, where a config gives no number.
+LAYER_LISTS = ("layers_block_type", "layer_types")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "decoder_attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -45,7 +48,14 @@ def fill_random(model: nn.Module, dtype: torch.dtype, seed: int = 0) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     done: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    beside = tuple(f"{tower}." for tower in towers(model))
+    for path, module in model.named_modules():
+        if f"{path}.".startswith(beside):  # never run on text: zeros, of no memory
+            for name, param in list(module._parameters.items()):
+                if param is not None:
+                    nothing = torch.zeros((), dtype=dtype).expand(param.shape)
+                    module._parameters[name] = nn.Parameter(nothing, requires_grad=False)
+            continue
         for name, param in list(module._parameters.items()):
             if param is None:
                 continue
@@ -72,13 +82,23 @@ def small_config(config: Mapping[str, Any], only_depth: bool = False) -> dict[st
 
     The heads keep their proportion.
     """
-    full = _complete(config)
+    full, part = _complete(config)
+    if part is None:
+        return _shrunk(full, only_depth)
+    return {**full, part: _shrunk(full[part], only_depth)}
+
+
+def _shrunk(full: Mapping[str, Any], only_depth: bool) -> dict[str, Any]:
+    """Shrink the config of a language model."""
     small = dict(full)
-    layers = _first_key(full, LAYERS)
-    chosen = _layers_of_every_kind(full, int(full[layers]))
-    small[layers] = len(chosen)
+    layers = next((key for key in LAYERS if full.get(key) is not None), None)
+    lists = [full[key] for key in LAYER_LISTS if isinstance(full.get(key), (list, tuple))]
+    count = int(full[layers]) if layers else len(lists[0]) if lists else int(full[_first_key(full, LAYERS)])
+    chosen = _layers_of_every_kind(full, count)
+    if layers:
+        small[layers] = len(chosen)
     for key, value in full.items():
-        if isinstance(value, (list, tuple)) and len(value) == full[layers] and key != "architectures":
+        if isinstance(value, (list, tuple)) and len(value) == count and key != "architectures":
             small[key] = [value[i] for i in chosen]
     if "vocab_size" in small:
         small["vocab_size"] = min(VOCAB, small["vocab_size"])
@@ -90,13 +110,15 @@ def small_config(config: Mapping[str, Any], only_depth: bool = False) -> dict[st
     return small
 
 
-def _complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With the defaults of its class, as the model will see it."""
+def _complete(config: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """With the defaults of its class, as the model will see it, and the key of the part that describes its language."""
     model_config: Any = build_skeleton(config).config
     data: dict[str, Any] = {**model_config.to_dict(), "model_type": config["model_type"]}
     for key in ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "quantization_config"):
         data.pop(key, None)
-    return data
+    language = text_config(model_config)
+    parts = (key for key, value in data.items() if isinstance(value, dict) and getattr(model_config, key) is language)
+    return data, next(parts, None)
 
 
 def _first_key(data: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -139,7 +161,7 @@ def _shrink_widths(full: Mapping[str, Any], small: dict[str, Any]) -> None:
     for key, value in full.items():
         if not isinstance(value, int) or isinstance(value, bool):
             continue
-        if "intermediate_size" in key or "ffn_hidden_size" in key or key in ("ffn_dim", "n_inner"):
+        if "intermediate_size" in key or "ffn_hidden_size" in key or key.endswith("ffn_dim") or key == "n_inner":
             small[key] = 2 * new_width + 16 if value >= 32 else value
         elif key in EXPERTS and value > MAX_EXPERTS:
             small[key] = MAX_EXPERTS

@@ -15,16 +15,16 @@ from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
 from quantkit.errors import QuantkitWarning, RequestError
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
-from quantkit.model.language import text_config
+from quantkit.model.language import text_config, trunk
 from quantkit.runtime.decode.definition import definition_step
-from quantkit.runtime.decode.states import recomputes
+from quantkit.runtime.decode.states import Stepping, stepping
 from quantkit.runtime.generate.chat_template import chat_text
 from quantkit.runtime.generate.loop import Generation, Piece, run
 from quantkit.runtime.generate.prompts import Messages, as_batch, checked, prompt_ids
 from quantkit.runtime.generate.sampling import GenerationOptions, check_options
 from quantkit.runtime.kernels.cpu_layouts import WIDE, HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
-from quantkit.runtime.kv_cache.layer_kinds import layer_kinds, plain
+from quantkit.runtime.kv_cache.layer_kinds import layer_kinds
 from quantkit.runtime.kv_cache.recompute import TokenCache
 from quantkit.runtime.kv_cache.transformers_cache import layer_specs, transformers_cache
 from quantkit.runtime.layers.embedding import QuantEmbedding
@@ -187,7 +187,11 @@ class Model:
 
         capacity: tokens per sequence to reserve pages for.
         """
-        return TokenCache() if self._recomputes else KVCache(self._specs, capacity, self._kinds)
+        if not self._stepping.caches:
+            return TokenCache()
+        cache = KVCache(self._specs, capacity, self._kinds)
+        cache.positions = self._stepping.positions
+        return cache
 
     @property
     def alone(self) -> bool:
@@ -195,12 +199,12 @@ class Model:
 
         So it is where layers keep states: padding would change them.
         """
-        return not plain(self._kinds)
+        return not self._stepping.batches
 
     @cached_property
-    def _recomputes(self) -> bool:
-        """Whether there is no cache: every token computes the whole text."""
-        return self.alone and recomputes(self.config, quantized=self.kv_plan.quantized)
+    def _stepping(self) -> Stepping:
+        """How tokens are stepped over the cache, found on a twin where it is not known."""
+        return stepping(self.module, self.config, quantized=self.kv_plan.quantized)
 
     def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
         """Run tokens over a cache, appending to it, by the fast step where there is one.
@@ -234,7 +238,7 @@ class Model:
                 f"{ids.shape[1]} tokens are more than the model's context of {self.context}. Use shorter windows."
             )
         if not self.kv_plan.quantized:
-            hidden: Tensor = self.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden: Tensor = trunk(self.module)(input_ids=ids, use_cache=False).last_hidden_state
             return hidden
         if self.alone:
             return torch.cat([self.step(row[None], transformers_cache(self.new_cache(len(row)))) for row in ids])

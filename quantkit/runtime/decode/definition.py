@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quantkit.model.language import trunk
 from quantkit.runtime.kv_cache.recompute import TokenCache, recompute_step
 
 
@@ -43,10 +44,11 @@ def definition_step(module: TransformersModel, ids: Tensor, cache: Any, counts: 
     if int(lengths.min()) < longest:
         mask = (torch.arange(longest, device=ids.device) >= longest - lengths).long()
     given = {"attention_mask": mask, "position_ids": position, "past_key_values": cache, "cache_params": cache}
-    kind: Any = type(module.base_model)
-    taken = _taken(kind)
+    body = trunk(module)
+    kind: Any = type(body)
+    taken = _taken(kind) - (frozenset() if paged.positions else {"position_ids", "attention_mask"})
     arguments = {name: value for name, value in given.items() if name in taken}
-    hidden: Tensor = module.base_model(input_ids=ids, use_cache=True, **arguments).last_hidden_state
+    hidden: Tensor = body(input_ids=ids, use_cache=True, **arguments).last_hidden_state
     return hidden
 
 
@@ -58,4 +60,6 @@ def _taken(kind: Any) -> frozenset[str]:
     """
     parameters = inspect.signature(kind.forward).parameters
     on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return frozenset(parameters) | ({"position_ids", "attention_mask"} if on else frozenset())
+    if on and "cache_params" not in parameters:  # a wrapper that hands everything on
+        return frozenset({*parameters, "position_ids", "attention_mask", "past_key_values"})
+    return frozenset(parameters)

@@ -24,6 +24,7 @@ class KVCache:
         self.layers = [PagedLayer(spec, capacity) for spec in specs]
         self.kinds = tuple(kinds) if kinds is not None else tuple(LayerKind(True) for _ in specs)
         self.seam: Any = None  # these layers as transformers takes them, made at first use (``transformers_cache``)
+        self.positions = True  # the model is told each token's position
         self._read = 0  # tokens, where no layer has keys to count
 
     @property
@@ -70,6 +71,7 @@ class KVCache:
     def fork(self, sequences: Sequence[int]) -> KVCache:
         """Return a cache whose sequences begin as these do, sharing their pages: one prefix, many continuations."""
         other = KVCache([], kinds=self.kinds)
+        other.positions = self.positions
         other.layers = [fork(layer, sequences) for layer in self.layers]
         return other
 

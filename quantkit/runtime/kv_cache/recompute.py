@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.model.language import trunk
 from quantkit.runtime.kv_cache.cache import KVCache
 
 
@@ -46,5 +47,5 @@ def recompute_step(module: Any, ids: Tensor, cache: TokenCache) -> Tensor:
     """
     raise_if_interrupted()
     cache.tokens = ids if cache.tokens is None else torch.cat([cache.tokens, ids], dim=1)
-    hidden: Tensor = module.base_model(input_ids=cache.tokens, use_cache=False).last_hidden_state
+    hidden: Tensor = trunk(module)(input_ids=cache.tokens, use_cache=False).last_hidden_state
     return hidden[:, -ids.shape[1] :]

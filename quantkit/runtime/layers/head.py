@@ -12,6 +12,7 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
+from quantkit.model.language import name_of, trunk
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kernels.reference import PackedWeight
@@ -98,13 +99,14 @@ class _Given:
 
     def __init__(self, body: Any) -> None:
         self.__dict__["body"] = body
+        self.__dict__["hidden"] = None
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["body"], name)
         return self if isinstance(value, nn.Module) else value
 
-    def __call__(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
-        return _Final(inputs_embeds)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _Final(self.__dict__["hidden"])
 
 
 class _Final:
@@ -116,16 +118,43 @@ class _Final:
     def __getattr__(self, name: str) -> Any:
         return None
 
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
+    def __getitem__(self, index: int) -> Any:
+        return self.last_hidden_state if index == 0 else None
 
 
-def head_only(module: Any) -> Any:
-    """Return the model without its body: it maps ``inputs_embeds`` (final hidden states) to logits.
+class HeadOnly:
+    """A model without its body: it maps final hidden states to logits. Shares all weights.
 
     The architecture's own code does it, so every scaling and soft cap (gemma, cohere, granite) is right without a list
-    of them. Shares all weights.
+    of them.
     """
+
+    def __init__(self, module: Any) -> None:
+        body = trunk(module)
+        self._given = _Given(body)
+        self._alone = _with(module, name_of(module, body).split("."), self._given)
+
+    def __call__(self, inputs_embeds: Tensor, use_cache: bool = False) -> Any:
+        """Return the model's output, whose ``logits`` are ``[batch, tokens, vocab]``.
+
+        inputs_embeds: final hidden states ``[batch, tokens, hidden]``.
+        """
+        self._given.__dict__["hidden"] = inputs_embeds
+        try:
+            return self._alone(inputs_embeds=inputs_embeds, use_cache=use_cache)
+        finally:
+            self._given.__dict__["hidden"] = None
+
+
+def _with(module: Any, path: list[str], given: _Given) -> Any:
+    """Return a copy of a module in which the submodule at ``path`` is ``given``."""
     alone = copy.copy(module)
-    alone.__dict__["_modules"] = {**module._modules, module.base_model_prefix: _Given(module.base_model)}
+    first, *rest = path
+    inner = given if not rest else _with(module._modules[first], rest, given)
+    alone.__dict__["_modules"] = {**module._modules, first: inner}
     return alone
+
+
+def head_only(module: Any) -> HeadOnly:
+    """Return the model without its body."""
+    return HeadOnly(module)
