@@ -28,18 +28,26 @@ class ParameterPart:
     """A parameter that a stored tensor holds.
 
     index: as that entry of the tensor's first dimension; None: the whole tensor.
+    part: the tensor is this one of several that make up the parameter, one after the other; None: it is all of it.
+    parts: how many there are then.
     """
 
     parameter: str
     index: int | None = None
+    part: int | None = None
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a parameter is stored: a tensor, or one entry of its first dimension (an expert in a fused one)."""
+    """Where a parameter is stored: a tensor, or one entry of its first dimension (an expert in a fused one).
+
+    joined: the tensors, ``name`` the first of them, that make up the parameter along its first dimension.
+    """
 
     name: str
     index: int | None = None
+    joined: tuple[str, ...] = ()
 
 
 def match_names(
@@ -59,10 +67,19 @@ def match_names(
     Raises SourceError naming what the source lacks, UnsupportedModel naming tensors that the model has no part for.
     """
     found: dict[str, TensorRef] = {}
+    pieces: dict[str, dict[int, str]] = {}
     extra: list[str] = []
     for name in stored:
         fresh = [part for part in parts_of(name) if part.parameter not in found]
-        found.update({part.parameter: TensorRef(name, part.index) for part in fresh})
+        for part in fresh:
+            if part.part is None:
+                found[part.parameter] = TensorRef(name, part.index)
+                continue
+            held = pieces.setdefault(part.parameter, {})
+            held[part.part] = name
+            if len(held) == part.parts:
+                names = tuple(held[number] for number in sorted(held))
+                found[part.parameter] = TensorRef(names[0], joined=names)
         if not fresh and not name.endswith(COMPUTED) and not beside(name):
             extra.append(name)
     wanted = list(parameters)

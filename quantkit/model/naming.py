@@ -40,7 +40,7 @@ class Naming:
         self.parameters.update(model.state_dict())  # with buffers that checkpoints store
         self.experts = dict(expert_modules(model))
         self.left_out = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        self.renamings, self.rules = _mapping(model)
+        self.renamings, self.rules, self.joins = _mapping(model)
 
     def beside(self, stored: str) -> bool:
         """Tell whether a stored tensor belongs to a part of the model that transformers has no module for.
@@ -69,7 +69,8 @@ class Naming:
     def module(self, stored: str) -> str | None:
         """Return the module that a stored (quantized) module belongs to: the owner of the weight it would have."""
         parts = self.parts_of(f"{stored}.weight")
-        return parts[0].parameter.removesuffix(".weight") if len(parts) == 1 and parts[0].index is None else None
+        whole = len(parts) == 1 and parts[0].index is None and parts[0].part is None
+        return parts[0].parameter.removesuffix(".weight") if whole else None
 
     def _parts_of(self, key: str) -> list[ParameterPart]:
         if key in self.parameters:
@@ -82,6 +83,11 @@ class Naming:
             target, pattern = rule.transform.rename_source_key(key)
             if pattern is not None:
                 return self._of_one_expert(rule, key, target, pattern)
+        for join in self.joins:
+            target, pattern = join.rename_source_key(key)
+            if pattern is not None and target in self.parameters:
+                sources = list(join.source_patterns)
+                return [ParameterPart(target, part=sources.index(pattern), parts=len(sources))]
         return self._of_all_experts(key)
 
     def _of_one_expert(self, rule: _PerExpert, key: str, target: str, pattern: str) -> list[ParameterPart]:
@@ -140,8 +146,8 @@ def _plain(pattern: str) -> str:
     return pattern.replace("\\.", ".")
 
 
-def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert]]:
-    """transformers' renamings for a model, and its rules that gather experts.
+def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert], list[Any]]:
+    """transformers' renamings for a model, its rules that gather experts, and those that join tensors into one.
 
     Other rules are left out: what they would convert has no place here, and is refused by name.
     """
@@ -150,7 +156,7 @@ def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert]]:
 
     transforms = get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    rules = []
+    rules, joins = [], []
     for transform in transforms:
         if not isinstance(transform, WeightConverter) or len(transform.target_patterns) != 1:
             continue
@@ -161,4 +167,6 @@ def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert]]:
         projections = HALVES.get(fused, (fused,))
         if gathers and len(projections) == len(sources):
             rules.append(_PerExpert(transform, sources, projections))
-    return renamings, rules
+        elif steps == [("Concatenate", 0)]:
+            joins.append(transform)
+    return renamings, rules, joins

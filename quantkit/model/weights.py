@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.names import TensorRef, match_names
 from quantkit.checkpoint.source import Source, finite
-from quantkit.errors import SourceError
+from quantkit.errors import SourceError, UnsupportedModel
 from quantkit.model.language import towers
 from quantkit.model.mixture.experts import Experts
 from quantkit.model.naming import Naming
@@ -57,7 +57,8 @@ class Weights:
         """
         if all(stored.index is None for stored in self.sources.values()):
             return {name: stored.name for name, stored in self.sources.items()}
-        names = {name: naming.written(name) for name in self.sources}
+        # what is joined is copied as it is stored, tensor by tensor
+        names = {name: stored.name if stored.joined else naming.written(name) for name, stored in self.sources.items()}
         for name, twin in self.tied.items():
             if self.sources[name] == self.sources[twin]:
                 names[name] = names[twin]
@@ -73,6 +74,10 @@ class Weights:
                 "quantization that explains it. Give the 16-bit original."
             )
         expected, actual = tuple(tensor.shape), info.shape[::-1] if self.transposed(name) else info.shape
+        if stored.joined:
+            rows = sum(self.source.info(part).shape[0] for part in stored.joined)
+            actual = (rows, *actual[1:])
+            self._refuse_joined_linear(name)
         if stored.index is not None:
             experts, local = self._expert(name)
             whole = experts.shapes[experts.layout.fused_name(local)]
@@ -82,6 +87,14 @@ class Weights:
             raise SourceError(
                 f"{self.source.path}: tensor {stored.name!r} has shape {list(actual)}; config.json implies"
                 f" {list(expected)}. The weights and the config belong to different models."
+            )
+
+    def _refuse_joined_linear(self, name: str) -> None:
+        """Raise UnsupportedModel for a matrix that would have to be quantized, and is stored in several tensors."""
+        if isinstance(self.model.get_submodule(name.rpartition(".")[0]), nn.Linear):
+            raise UnsupportedModel(
+                f"{self.source.path}: {name} is stored in {len(self.sources[name].joined)} tensors, first"
+                f" {self.sources[name].name!r}; linears that are joined on loading are not supported."
             )
 
     def _expert(self, name: str) -> tuple[Experts, str]:
@@ -146,7 +159,9 @@ class Weights:
     def raw(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one parameter in its stored dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
         stored = self.sources[name]
-        if stored.index is None:
+        if stored.joined:
+            value = torch.cat([self.source.read(part) for part in stored.joined])
+        elif stored.index is None:
             value = self.as_stored(name, self.source.read(stored.name))  # and back again
         else:
             experts, local = self._expert(name)

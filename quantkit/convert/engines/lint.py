@@ -13,7 +13,7 @@ from quantkit.convert.engines.table import ENGINES, bfloat16_scales
 from quantkit.convert.plan.targets import Target
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.attention_shape import kv_heads, query_heads
-from quantkit.model.language import text_config
+from quantkit.model.language import name_of, text_config
 from quantkit.model.skeleton import build_skeleton
 from quantkit.model.weights import tied_parameters
 
@@ -62,7 +62,11 @@ def lint_folder(source: Source) -> list[Verdict]:
         module: Any = model.get_submodule(place)
         kind = "linear"
         if isinstance(module, nn.Embedding) and module is embed:
-            kind = "tied" if tied_parameters(model) else "embedding"
+            kind = (
+                "tied"
+                if head is not None and f"{name_of(model, head)}.weight" in tied_parameters(model)
+                else "embedding"
+            )
         elif module is head:
             kind = "head"
         out_features, in_features = module.weight.shape

@@ -292,7 +292,11 @@ def _rewritten(
     if not options.folds:
         return ()
     quantized = {target.parameter for target in targets.values()}
-    return tuple(name for name in weights.parameters if name.startswith(f"{blocks.prefix}.") and name not in quantized)
+    return tuple(
+        name
+        for name in weights.parameters
+        if name.startswith(f"{blocks.prefix}.") and name not in quantized and not weights.sources[name].joined
+    )
 
 
 def find_unquantized(weights: Weights, targets: Mapping[str, Target], rewritten: Sequence[str]) -> Unquantized:

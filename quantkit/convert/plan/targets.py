@@ -111,11 +111,16 @@ _Wanted = tuple[str, str, Any, str, Scheme | None]
 
 
 def _linears(blocks: Blocks, weights: Weights) -> dict[str, tuple[str, nn.Module]]:
-    """Return the blocks' linears by module name, each with its stored name."""
+    """Return the blocks' linears by module name, each with its stored name.
+
+    A matrix that several blocks share stays as it is: each block would want other codes.
+    """
+    shared = {*weights.tied, *weights.tied.values()}
     modules = {
         f"{blocks.name(index)}.{local}": linear
         for index, block in enumerate(blocks.modules)
         for local, linear in block_linears(block).items()
+        if f"{blocks.name(index)}.{local}.weight" not in shared
     }
     return {module: (_stored(weights, module), linear) for module, linear in modules.items()}
 
@@ -226,7 +231,7 @@ def _find_head_embeddings(weights: Weights) -> list[_HeadOrEmbedding]:
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     paths = {id(module): name for name, module in model.named_modules()}
     matrices = []
-    tied = bool(weights.tied)
+    tied = head is not None and f"{paths[id(head)]}.weight" in weights.tied
     if isinstance(embed, nn.Embedding):
         module = paths[id(embed)]
         names = (_stored(weights, module), *((paths[id(head)],) if tied else ()))

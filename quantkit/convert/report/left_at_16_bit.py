@@ -69,7 +69,7 @@ def _reasons(weights: Weights, blocks: Blocks) -> dict[str, tuple[str, str, int]
         tower = next((prefix for prefix in beside if name.startswith(prefix)), None)
         shown, reason = (f"{tower}*", "tower") if tower else _reason(weights, name, kept)
         found[name] = (shown, reason, weights.tensor(name).numel())
-    used = {ref.name for ref in weights.sources.values()}
+    used = {name for ref in weights.sources.values() for name in (ref.joined or (ref.name,))}
     for name in weights.source.names():
         if name not in used and not name.endswith(COMPUTED):
             shown = NUMBER.sub("*", name.rpartition(".")[0])

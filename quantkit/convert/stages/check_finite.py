@@ -31,7 +31,7 @@ def refuse_non_finite(weights: Weights, listen: Callable[[int, int], None]) -> N
     if isinstance(source, RotatedSource):
         source = source.original  # as stored: rotating takes longer than reading
     stored = set(source.names())
-    names = sorted({ref.name for ref in weights.sources.values()} & stored)
+    names = sorted({name for ref in weights.sources.values() for name in (ref.joined or (ref.name,))} & stored)
     entries = {ref.name for ref in weights.sources.values() if ref.index is not None}
     bad = []
     for done, name in enumerate(names):

@@ -116,6 +116,8 @@ class SensitivityPass:
             if not name.startswith((inside, *self.beside)) and name not in self.weights.tied:
                 self.weights.load_parameter(name, self.device)
         for twin, first in self.weights.tied.items():
+            if twin.startswith((inside, *self.beside)):
+                continue  # a block's own is loaded with it
             owner = self.model.get_submodule(twin.rpartition(".")[0])
             owner._parameters[twin.rpartition(".")[2]] = self.model.get_parameter(first)
         for name, buffer in list(self.model.named_buffers()):
