@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from quantkit.algorithms import Scales, Solution
 from quantkit.algorithms.refine import Descent, refine, row_losses
-from quantkit.algorithms.rtn import rtn
+from quantkit.algorithms.rtn import rtn_steps
+from quantkit.algorithms.together import Ranges, Search, Solver, together
 from quantkit.core import affine
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
@@ -83,6 +84,14 @@ def gptq(
 
     Raises NumericsError if a scale overflows its dtype.
     """
+    return together([gptq_steps(weight, hessian, scheme, options, loops, cross)])[0]
+
+
+def gptq_steps(
+    weight: Tensor, hessian: Tensor, scheme: Scheme, options: GPTQOptions | None = None, loops: Loops | None = None,
+    cross: Tensor | None = None,
+) -> Solver:  # fmt: skip
+    """Quantize as ``gptq`` does, as a solver among others (``algorithms.together``)."""
     options, loops = options or GPTQOptions(), loops or Loops()
     diagonal = hessian.diagonal().double()
     dead = diagonal <= 0  # inputs that were never non-zero: nothing is known, their columns are simply rounded
@@ -91,12 +100,14 @@ def gptq(
     order = _order(importance, scheme, options.act_order)
     upper, damping = _factorise(hessian, dead, importance, order, options)
     if upper is None:
-        simple = rtn(weight, scheme, options.scales, importance.float())
+        simple = yield from rtn_steps(weight, scheme, options.scales, importance.float())
         return Solution(simple.quantized, None, "rounded: the Hessian could not be factorised even with full damping")
     target = weight.float()
     if cross is not None and options.pull:
         target = _towards(target, cross, upper, order, options.pull)
-    codes, scales, zeros = _solve(target, upper.float(), order, scheme, options, loops.columns or round_columns)
+    codes, scales, zeros = yield from _solve(
+        target, upper.float(), order, scheme, options, loops.columns or round_columns
+    )
     del upper
     if options.sweeps:
         damped = _damped(hessian, dead, importance, damping)
@@ -114,17 +125,19 @@ def gptq(
         del damped
     quantized = QuantTensor(codes, scales, zeros, scheme)
     if options.sweeps:
-        quantized = _or_rounded(target, quantized, hessian.float(), importance.float(), options.scales)
+        quantized = yield from _or_rounded(target, quantized, hessian.float(), importance.float(), options.scales)
     return Solution(quantized, damping)
 
 
-def _or_rounded(target: Tensor, quantized: QuantTensor, h: Tensor, importance: Tensor, scales: Scales) -> QuantTensor:
+def _or_rounded(
+    target: Tensor, quantized: QuantTensor, h: Tensor, importance: Tensor, scales: Scales
+) -> Generator[Search, Ranges, QuantTensor]:
     """``found``, but with simple rounding in the rows where that has a smaller loss.
 
     Few channels that dominate H, or outlying weights, can mislead the column loop.
     """
     scheme = quantized.scheme
-    simple = rtn(target, scheme, scales, importance).quantized
+    simple = (yield from rtn_steps(target, scheme, scales, importance)).quantized
 
     def losses(q: QuantTensor) -> Tensor:
         return row_losses(target, q.codes, q.scales, q.zeros, scheme, h)
@@ -201,7 +214,7 @@ SEARCH_STEPS = 12  # shrunken ranges tried for a group; the refinement fits the 
 
 def _solve(
     weight: Tensor, upper: Tensor, order: Tensor, scheme: Scheme, options: GPTQOptions, columns: ColumnLoop
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> Generator[Search, Ranges, tuple[Tensor, Tensor, Tensor | None]]:
     """Round column by column in ``order``, feeding each column's error back into the columns not yet visited.
 
     Returns codes, scales, zeros. Works on the transpose, so that a column is contiguous. With d = U[j, j] and the error
@@ -220,7 +233,7 @@ def _solve(
         group = int(order[begin]) // width
         stop = begin + min(width, in_features - group * width)
         if options.scales == "search":
-            step, zero = affine.searched_params(rest[begin:stop].t(), alone, cost[begin:stop], steps=SEARCH_STEPS)
+            step, zero = yield Search(rest[begin:stop].t(), alone, cost[begin:stop], SEARCH_STEPS)
             # a group of zeros keeps its scale: it takes no errors of others
             own = scales[:, group] > affine.SMALLEST_SCALE
             scales[:, group] = torch.where(own, step[:, 0], scales[:, group])

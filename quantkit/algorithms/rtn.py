@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quantkit.algorithms import Scales, Solution
+from quantkit.algorithms.together import Search, Solver, together
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
@@ -21,8 +22,13 @@ def rtn(weight: Tensor, scheme: Scheme, scales: Scales = "minmax", importance: T
 
     Raises NumericsError if a scale overflows its dtype.
     """
+    return together([rtn_steps(weight, scheme, scales, importance)])[0]
+
+
+def rtn_steps(weight: Tensor, scheme: Scheme, scales: Scales = "minmax", importance: Tensor | None = None) -> Solver:
+    """Round as ``rtn`` does, as a solver among others (``algorithms.together``)."""
     if scales == "search":
-        step, zeros = affine.searched_params(weight, scheme, importance)
+        step, zeros = yield Search(weight, scheme, importance)
     else:
         step, zeros = affine.minmax_params(weight, scheme)
     return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme))

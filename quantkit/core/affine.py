@@ -7,6 +7,8 @@ algorithm is tested against this file.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -85,8 +87,16 @@ def minmax_params(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None
     return params_from_range(groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0), scheme)
 
 
+SEARCH_STEPS = 24
+
+
 def searched_params(
-    weight: Tensor, scheme: Scheme, importance: Tensor | None = None, *, steps: int = 24, smallest: float = 0.5
+    weight: Tensor,
+    scheme: Scheme,
+    importance: Tensor | None = None,
+    *,
+    steps: int = SEARCH_STEPS,
+    smallest: float = 0.5,
 ) -> tuple[Tensor, Tensor | None]:
     """Search the scale and zero point per group that minimise the (weighted) squared rounding error.
 
@@ -95,15 +105,15 @@ def searched_params(
     Never worse than ``minmax_params``, which is the first candidate.
 
     weight: float ``[out, in]``.
-    importance: non-negative weights per input ``[in]`` (for example the Hessian's diagonal), or None for the plain
-        squared error.
+    importance: non-negative weights per input ``[in]`` (for example the Hessian's diagonal), or of each row's inputs
+        ``[out, in]``, or None for the plain squared error.
     Returns the same pair as ``minmax_params``.
 
     The idea: Nagel et al., arXiv 2106.08295, section 3.1 (MSE range setting).
     """
     if importance is None:
         importance = torch.ones(weight.shape[1], device=weight.device)
-    gain = split_groups(importance.float().reshape(1, -1), scheme)
+    gain = split_groups(importance.float().reshape(-1, weight.shape[1]), scheme)
     sides = [(1.0, 1.0)]
     for step in range(1, steps):
         shrink = 1 - (1 - smallest) * step / (steps - 1)
@@ -111,7 +121,11 @@ def searched_params(
     # A few rows at a time: the temporaries then stay in the processor's cache, which is several times faster.
     # A GPU wants much at a time instead: each part costs hundreds of launches.
     rows = max(1, (_SEARCH_ELEMENTS if weight.device.type == "cpu" else SEARCH_ELEMENTS_GPU) // weight.shape[1])
-    ranges = [_search_rows(split_groups(part.float(), scheme), gain, sides, scheme) for part in weight.split(rows)]
+    gains = gain.split(rows) if len(gain) > 1 else itertools.repeat(gain)
+    ranges = [
+        _search_rows(split_groups(part.float(), scheme), own, sides, scheme)
+        for part, own in zip(weight.split(rows), gains, strict=False)
+    ]
     zeros = None if scheme.symmetric else torch.cat([zero for _, zero in ranges if zero is not None])
     return torch.cat([scale for scale, _ in ranges]), zeros
 

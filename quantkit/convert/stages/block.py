@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED, Scales, Solution
 from quantkit.algorithms.awq import awq
-from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq, proxy_loss
+from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq_steps, proxy_loss
 from quantkit.algorithms.hqq import hqq
-from quantkit.algorithms.rtn import rtn
+from quantkit.algorithms.rtn import rtn_steps
+from quantkit.algorithms.together import Solver as Steps
+from quantkit.algorithms.together import together
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decision_sha256
@@ -26,6 +28,9 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 from quantkit.formats.interface import Format
+
+# Numbers of linears and Hessians that are solved in step: more are solved one after another.
+TOGETHER = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,44 +90,70 @@ def quantize_block(
         _write_result(solver, linear, result)
 
 
+@dataclass(frozen=True)
+class _Stack:
+    """Linears of one input and one scheme, stacked along their rows: names inside the block, and their targets."""
+
+    names: list[str]
+    targets: list[Target]
+    linears: list[nn.Linear]
+    group: InputGroup
+
+    def weights(self) -> int:
+        """Count the numbers that solving it holds: those of its weights and of its Hessian."""
+        width = self.linears[0].in_features
+        return width * (sum(linear.out_features for linear in self.linears) + width)
+
+
 def _solve_groups(
     solver: Solver, prefix: str, block: nn.Module, groups: Sequence[InputGroup], result: BlockResult
 ) -> Iterator[_Solved]:
-    """Yield every solved linear; the results of one group are in memory at a time."""
+    """Yield every solved linear; the results of one group, or of a batch of small ones, are in memory at a time."""
+    batch: list[_Stack] = []
+    for stack in _stacks(solver, prefix, block, groups):
+        if batch and sum(each.weights() for each in (*batch, stack)) > TOGETHER:
+            yield from _solve_stacks(solver, batch, result)
+            batch = []
+        batch.append(stack)
+    yield from _solve_stacks(solver, batch, result)
+
+
+def _stacks(solver: Solver, prefix: str, block: nn.Module, groups: Sequence[InputGroup]) -> Iterator[_Stack]:
+    """Iterate over what is solved as one: each scheme of an input is solved on the same Hessian."""
     for group in groups:
         by_scheme: dict[Scheme, list[str]] = {}
         for name in group.names:
             target = solver.targets.get(f"{prefix}.{name}")
             if target is not None:
                 by_scheme.setdefault(target.scheme, []).append(name)
-        for scheme, names in by_scheme.items():
-            yield from _solve_stack(solver, prefix, block, names, scheme, group, result)
+        for names in by_scheme.values():
+            targets = [solver.targets[f"{prefix}.{name}"] for name in names]
+            linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
+            yield _Stack(names, targets, linears, group)
 
 
-def _solve_stack(
-    solver: Solver,
-    prefix: str,
-    block: nn.Module,
-    names: list[str],
-    scheme: Scheme,
-    group: InputGroup,
-    result: BlockResult,
-) -> list[_Solved]:
-    """Solve linears of one input and one scheme, stacked along their rows."""
-    targets = [solver.targets[f"{prefix}.{name}"] for name in names]
+def _solve_stacks(solver: Solver, stacks: Sequence[_Stack], result: BlockResult) -> Iterator[_Solved]:
+    """Solve stacks in step."""
     raise_if_interrupted()
-    linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
+    solutions = together([_named(_solve(solver, stack), stack) for stack in stacks])
+    for stack, solution in zip(stacks, solutions, strict=True):
+        targets, damping = stack.targets, solver.options.damping
+        if solution.damping is not None and solution.damping > damping:
+            result.notes.append(
+                f"{', '.join(t.name for t in targets)}: damping raised from {damping:g} to"
+                f" {solution.damping:g}, the Hessian could not be factorised with less"
+            )
+        rows = _rows(solution.quantized, targets)
+        for each in zip(stack.names, targets, stack.linears, rows, strict=True):
+            yield _Solved(*each, stack.group, solution)
+
+
+def _named(steps: Steps, stack: _Stack) -> Steps:
+    """Name the first linear in what a solver raises."""
     try:
-        solution = _solve(solver, torch.cat([linear.weight for linear in linears]), scheme, group)
+        return (yield from steps)
     except NumericsError as error:
-        raise NumericsError(f"{targets[0].name}: {error}") from error
-    if solution.damping is not None and solution.damping > solver.options.damping:
-        result.notes.append(
-            f"{', '.join(t.name for t in targets)}: damping raised from {solver.options.damping:g} to"
-            f" {solution.damping:g}, the Hessian could not be factorised with less"
-        )
-    rows = _rows(solution.quantized, targets)
-    return [_Solved(*each, group, solution) for each in zip(names, targets, linears, rows, strict=True)]
+        raise NumericsError(f"{stack.targets[0].name}: {error}") from error
 
 
 def _learn(
@@ -151,28 +182,25 @@ def _write_result(solver: Solver, entry: _Solved, result: BlockResult) -> None:
         linear.register_forward_pre_hook(round_input)
 
 
-def _solve(solver: Solver, weight: Tensor, scheme: Scheme, group: InputGroup) -> Solution:
-    o, hessian = solver.options, group.hessian
+def _solve(solver: Solver, stack: _Stack) -> Steps:
+    o, hessian, scheme = solver.options, stack.group.hessian, stack.targets[0].scheme
+    weight = torch.cat([linear.weight for linear in stack.linears])
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
-        return gptq(
-            weight,
-            hessian,
-            scheme,
-            GPTQOptions(damping=o.damping, scales=scales),
-            solver.loops,
-            group.cross,
-        )
+        options = GPTQOptions(damping=o.damping, scales=scales)
+        return (yield from gptq_steps(weight, hessian, scheme, options, solver.loops, stack.group.cross))
     if o.method == "hqq":
         return hqq(weight, scheme, scales, None if hessian is None else hessian.diagonal())
     if o.method == "tune" and hessian is not None and scales == "search":
-        return _nearest(weight, gptq(weight, hessian, scheme, GPTQOptions(damping=o.damping), solver.loops))
+        found = yield from gptq_steps(weight, hessian, scheme, GPTQOptions(damping=o.damping), solver.loops)
+        return _nearest(weight, found)
     if o.method in ("awq", "tune") and hessian is not None:
         return awq(weight, hessian, scheme, scales, o.damping)
-    if o.method in CALIBRATED and o.method != "smooth":
-        return replace(rtn(weight, scheme, scales), fallback="rounded: no calibration token reached this layer")
     # without the statistics, also when the KV cache brought some: rtn is data-free, and smooth has used them before
-    return rtn(weight, scheme, scales)
+    found = yield from rtn_steps(weight, scheme, scales)
+    if o.method in CALIBRATED and o.method != "smooth":
+        return replace(found, fallback="rounded: no calibration token reached this layer")
+    return found
 
 
 def _nearest(weight: Tensor, solution: Solution) -> Solution:
