@@ -72,10 +72,15 @@ class _NotUnderstood(Exception):
     """The model did not hand a block's stand-in result on to the next block."""
 
 
+class _Second:
+    """What a block's stand-in returns beside the hidden state; a model that hands it to the next block needs it."""
+
+
+_SECOND = _Second()
 # What a block may return: the hidden state, or a tuple that starts with it (falcon). Which one is seen by trying.
 RETURNS: tuple[Callable[[Tensor], Any], ...] = (
     lambda hidden: hidden,
-    lambda hidden: (hidden, None),
+    lambda hidden: (hidden, _SECOND),
     lambda hidden: [hidden],
 )
 # What a model raises that wanted a result of another form.
@@ -120,6 +125,11 @@ def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callab
                     _NotUnderstood
                     if index
                     else UnsupportedModel(f"{blocks.name(index)}: its first argument is not the hidden state.")
+                )
+            if any(value is _SECOND for value in (*rest, *kwargs.values())):
+                raise UnsupportedModel(
+                    f"{blocks.name(index)}: takes more of the block before it than the hidden state; stepping the model"
+                    " block by block is not supported."
                 )
             if index == 0:
                 first.append(hidden)

@@ -110,11 +110,13 @@ def _solve_groups(
 ) -> Iterator[_Solved]:
     """Yield every solved linear; the results of one group, or of a batch of small ones, are in memory at a time."""
     batch: list[_Stack] = []
+    size = 0
     for stack in _stacks(solver, prefix, block, groups):
-        if batch and sum(each.weights() for each in (*batch, stack)) > TOGETHER:
+        if batch and size + stack.weights() > TOGETHER:
             yield from _solve_stacks(solver, batch, result)
-            batch = []
+            batch, size = [], 0
         batch.append(stack)
+        size += stack.weights()
     yield from _solve_stacks(solver, batch, result)
 
 

@@ -21,13 +21,20 @@ from quantkit.model.mixture.layout import ExpertLayout, Fused
 from quantkit.model.mixture.stand_in import StandIn
 
 
+class _Linear(nn.Linear):
+    """A linear that draws no numbers when it is made: there are thousands, on meta."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Expert(nn.Module):
     """The linears of one expert, by projection."""
 
     def __init__(self, sizes: dict[str, tuple[int, int, bool]]) -> None:
         super().__init__()
         for projection, (inputs, outputs, bias) in sizes.items():
-            setattr(self, projection, nn.Linear(inputs, outputs, bias, device="meta"))
+            setattr(self, projection, _Linear(inputs, outputs, bias, device="meta"))
 
 
 class Experts(nn.Module):

@@ -12,13 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantkit.checkpoint.names import ParameterPart
 from quantkit.errors import UnsupportedModel
+from quantkit.model.language import trunk
 from quantkit.model.mixture.experts import Experts, expert_groups, expert_modules, fill, is_fused
 from quantkit.model.mixture.find import find_layout, unfuse_experts
 from quantkit.model.mixture.layout import GATED
 from quantkit.model.mixture.routers import routers
 from quantkit.model.mixture.stand_in import NotOneExpert
 from quantkit.model.naming import Naming
-from quantkit.model.skeleton import block_linears, build_skeleton
+from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
+from quantkit.model.stepper import record
 
 COMMON: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -184,3 +186,16 @@ def test_a_fused_weight_cannot_be_read_through_its_stand_in() -> None:
     for misuse in (lambda: experts.up[2:4], lambda: torch.relu(experts.up), lambda: experts.up[0].sum()):
         with pytest.raises((NotOneExpert, AttributeError)):
             misuse()
+
+
+def test_a_model_whose_class_names_its_body_otherwise_has_a_trunk() -> None:
+    model = build_skeleton(config_of("llama4_text").to_dict())
+    assert model.base_model is model
+    assert trunk(model) is model.get_submodule("model")
+
+
+def test_routers_that_read_the_block_before_theirs_are_refused_by_name() -> None:
+    config = AutoConfig.for_model("zaya", **COMMON | dict(num_hidden_layers=2, num_experts_per_tok=1))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModel, match=r"layers\.1: takes more of the block before it"):
+        record(model, find_blocks(model), torch.tensor([[3, 4, 5]]))
