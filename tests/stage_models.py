@@ -14,9 +14,10 @@ from quantkit.checkpoint.source import FolderSource
 from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import InputGroup
 from quantkit.core.scheme import Scheme
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.mixture.find import unfuse_experts
 from quantkit.model.skeleton import Blocks, build_skeleton, find_blocks
-from quantkit.model.stepper import BlockArguments, input_groups, record
+from quantkit.model.stepper import input_groups, record
 from quantkit.model.weights import Weights
 
 IDS = torch.randint(3, 100, (9, 24), generator=torch.Generator().manual_seed(1))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from quantkit.calibrate.capture import device_of, with_cache
 from quantkit.calibrate.transfer import Shuttle
 from quantkit.core.kvscheme import PAGE_TOKENS
-from quantkit.model.stepper import BlockArguments, run_block
+from quantkit.model.arguments import BlockArguments
+from quantkit.model.stepper import run_block
 
 NEWEST = PAGE_TOKENS  # queries per window that are compared: the cache has the same packed pages for nearly all of them
 MOST_TOKENS = 8192  # of calibration text that are looked at
@@ -43,13 +44,14 @@ def cache_sensitivity(
     """
     used = _first_states(states)
     sums, tokens = [0.0] * len(roundings), 0
-    for hidden in Shuttle(used, device_of(block)).arriving():
-        exact = run_block(block, hidden, call)[:, -NEWEST:].double()
+    for index, hidden in enumerate(Shuttle(used, device_of(block)).arriving()):
+        own = call.of(index)
+        exact = run_block(block, hidden, own)[:, -NEWEST:].double()
         size = exact.square().sum(-1)
         valid = torch.isfinite(size) & (size > 0)
         tokens += int(valid.sum())
         for i, rounding in enumerate(roundings):
-            rounded = run_block(block, hidden, with_cache(block, call, _RoundingCache(rounding)))
+            rounded = run_block(block, hidden, with_cache(block, own, _RoundingCache(rounding)))
             change = (rounded[:, -NEWEST:].double() - exact).square().sum(-1)
             sums[i] += float((change / size)[valid].sum())
     return [total / max(tokens, 1) for total in sums]

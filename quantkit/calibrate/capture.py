@@ -15,8 +15,9 @@ from quantkit.calibrate.stats import Hessian
 from quantkit.calibrate.transfer import Shuttle
 from quantkit.core.precision import exact_products
 from quantkit.errors import UnsupportedModel
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.mixture.experts import expert_linears
-from quantkit.model.stepper import BlockArguments, run_block
+from quantkit.model.stepper import run_block
 
 
 class KeyValueSink(Protocol):
@@ -84,10 +85,10 @@ def observe(
             observer.restart([] if guide is None else guide.weights(groups, hidden))
             if exact:
                 with _tapped(paired, observer.see_original):
-                    originals.leave(index, run_block(block, next(ahead), call))
+                    originals.leave(index, run_block(block, next(ahead), call.of(index)))
             if groups or cache is not None:
                 with _tapped(dict(enumerate(firsts)), observer.see), contextlib.suppress(_Done):
-                    run_block(block, hidden, usual)
+                    run_block(block, hidden, usual.of(index))
     originals.finish()
     if cache is not None and not cache.called:
         raise UnsupportedModel(f"{type(block).__name__}: never hands its keys and values to the cache.")
@@ -158,7 +159,7 @@ def advance(block: nn.Module, states: list[Tensor], call: BlockArguments) -> Non
     shuttle = Shuttle(states, device)
     with model_runs(device):
         for index, hidden in enumerate(shuttle.arriving()):
-            shuttle.leave(index, run_block(block, hidden, call))
+            shuttle.leave(index, run_block(block, hidden, call.of(index)))
     shuttle.finish()
 
 

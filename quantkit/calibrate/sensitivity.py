@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedModel
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.skeleton import Blocks
-from quantkit.model.stepper import BlockArguments, forward_block, forward_tail, gradients_in_order
+from quantkit.model.stepper import forward_block, forward_tail, gradients_in_order
 
 Rounding = Callable[[Tensor], Tensor]  # rows of a weight [rows, in] -> what rounding makes of them
 TAIL_TOKENS = 128  # of which logits are held at a time

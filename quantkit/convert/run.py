@@ -34,7 +34,7 @@ from quantkit.convert.stages.block import Solver, quantize_block
 from quantkit.convert.stages.check_finite import refuse_non_finite
 from quantkit.convert.stages.decide import Decisions, decide, importance_of_tokens
 from quantkit.convert.stages.device import peak_device_bytes, working_on
-from quantkit.convert.stages.embed import SHORT, HiddenStates, embed, states_wanted
+from quantkit.convert.stages.embed import SHORT, HiddenStates, embed, require_one_call, states_wanted
 from quantkit.convert.stages.fold import Folding, fold_block, missing_folds, take_tokens
 from quantkit.convert.stages.head_embeddings import quantize_head_or_embedding
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
@@ -46,6 +46,7 @@ from quantkit.convert.stages.tune import TuneInputs
 from quantkit.core.host import OnStep, map_large_blocks, peak_rss
 from quantkit.core.interrupt import raise_if_interrupted, undisturbed
 from quantkit.core.kvscheme import KVPlan
+from quantkit.model.arguments import hands_on
 from quantkit.model.language import text_config
 from quantkit.model.rotate import RotatedSource, prove
 from quantkit.model.skeleton import block_linears
@@ -202,10 +203,9 @@ def _observe(
 
 
 def _resume(plan: Plan, inputs: Inputs, work: Work, collected: Collected) -> tuple[int, HiddenStates]:
-    """Return the first block to do, and the hidden states in front of it.
+    """Return the first block to do, and the hidden states in front of it: the last intact ones of a resumed job.
 
-    A resumed job goes on from its last intact states; blocks that were recorded after those are done again, with the
-    same result.
+    Blocks that were recorded after those are done again, with the same result.
     """
     total = len(plan.blocks)
     results: list[BlockResult] = []
@@ -215,12 +215,17 @@ def _resume(plan: Plan, inputs: Inputs, work: Work, collected: Collected) -> tup
     if inputs.calibration is not None and first < total:
         fits = states_wanted(inputs.calibration.ids, text_config(plan.model).hidden_size, plan.options.paired)
         first, stored = work.states.latest(len(results), fits) or (0, None)
+    hidden = HiddenStates([], [], [], [])
+    if inputs.calibration is not None and first < total:
+        start = (plan.model, plan.blocks, plan.weights, inputs.calibration.ids, plan.device)
+        hidden = embed(*start, stored)
+        if first and hands_on(hidden.calls):  # what finished blocks handed on is not kept
+            first, stored, hidden = 0, None, embed(*start, None)
     work.writer.forget(f"block-{index:04d}" for index in range(first, len(results)))
     for result in results[:first]:
         collected.add(result)
-    if inputs.calibration is None or first == total:
-        return first, HiddenStates([], [], [], [])
-    hidden = embed(plan.model, plan.blocks, plan.weights, inputs.calibration.ids, plan.device, stored)
+    if not hidden.states:
+        return first, hidden
     if plan.options.paired and stored is None:
         hidden.original = [offload(state.clone(), plan.device) for state in hidden.states]
     elif plan.options.paired:  # as they were kept: first the quantized ones
@@ -235,6 +240,7 @@ def _tune_inputs(plan: Plan, decisions: Decisions, hidden: HiddenStates, index: 
     if plan.options.method != "tune":
         return None
     assert decisions.channels is not None  # measured: the method asks for it
+    require_one_call(hidden.calls, "--method tune")
     single = hidden.single[index].to(plan.device)
     return TuneInputs(hidden.states, hidden.original, decisions.channels[index], single)
 
@@ -314,9 +320,8 @@ def _finish(
     )
     work.writer.assemble()
     listen(Progress("verify", total, total))
-    cast = (
-        CastLoss() if casts_scales(plan.format.name, decisions.targets, plan.model.config, plan.source.config) else None
-    )
+    casts = casts_scales(plan.format.name, decisions.targets, plan.model.config, plan.source.config)
+    cast = CastLoss() if casts else None
     report.verified_tensors = verify_folder(folder, collected.digests, work.writer.entries, cast)
     if cast is not None:
         report.notes.append(cast.note())

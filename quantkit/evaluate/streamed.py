@@ -22,8 +22,9 @@ from quantkit.errors import RequestError
 from quantkit.evaluate.divergence import allocate
 from quantkit.evaluate.perplexity import OnProgress
 from quantkit.evaluate.windows import EvaluationWindows
+from quantkit.model.arguments import BlockArguments, same_call
 from quantkit.model.skeleton import build_skeleton, find_blocks
-from quantkit.model.stepper import BlockArguments, record, run_block, run_norm, same_call
+from quantkit.model.stepper import record, run_block, run_norm
 from quantkit.runtime.layers.build import dense_weights, load_parameters
 from quantkit.runtime.layers.head import head_only
 from quantkit.runtime.load import choose_dtype

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.folds import FoldSearch, find_folds, shared_modules
 from quantkit.model.skeleton import Blocks, find_blocks
-from quantkit.model.stepper import BlockArguments, input_groups, record, run_block, run_tail
+from quantkit.model.stepper import input_groups, record, run_block, run_tail
 from quantkit.model.twin import VOCAB, small_twin
 
 TOKENS = (2, 24)  # batch, length: longer than the twin's sliding window, enough to reach most experts

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.patterns import by_pattern, pattern, renumber, short_names
-from quantkit.model.stepper import BlockArguments, run_block
+from quantkit.model.stepper import run_block
 
 TOLERANCE = 1e-4  # relative difference of outputs in float32; blocks in float64 still hold float32 norms inside
 

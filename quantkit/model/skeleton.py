@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.foreign_files.code_references import without_code
 from quantkit.errors import UnsupportedModel
-from quantkit.model.kept_dense import kept_dense
 from quantkit.model.language import auto_class, language_model, name_of, text_config, towers
+from quantkit.model.linears.kept_dense import kept_dense
+from quantkit.model.linears.transposed import replace_conv1d
 from quantkit.model.mixture.find import unfuse_experts
-from quantkit.model.transposed import replace_conv1d
 
 
 @dataclass(frozen=True)

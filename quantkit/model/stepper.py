@@ -8,6 +8,7 @@ unchanged, and the model's own forward runs once. Masks, rotary tables and flags
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,38 +18,17 @@ from torch import Tensor, nn
 
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import UnsupportedModel
-from quantkit.model.language import trunk
+from quantkit.model.arguments import BlockArguments
+from quantkit.model.language import text_config, trunk
 from quantkit.model.mixture.experts import Experts, expert_groups, expert_linears, expert_modules
 from quantkit.model.skeleton import Blocks, block_linears
-
-
-@dataclass(frozen=True)
-class BlockArguments:
-    """The arguments one block receives, its hidden state excepted."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def to(self, device: torch.device) -> BlockArguments:
-        """Return the same arguments with every tensor on a device."""
-        return BlockArguments(_moved(self.args, device), _moved(self.kwargs, device))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_moved(item, device) for item in value)
-    return value
 
 
 @dataclass(frozen=True)
 class Recording:
     """The hidden state that the model feeds its first block, and the other arguments of every block."""
 
-    # [batch, tokens, hidden]
+    # [batch, tokens, hidden], streams side by side
     hidden: Tensor
     calls: list[BlockArguments]
 
@@ -132,10 +112,17 @@ def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callab
                     " block by block is not supported."
                 )
             if index == 0:
+                if hidden.dim() == 4 and hidden.shape[1:3] != input_ids.shape:
+                    raise UnsupportedModel(
+                        f"{blocks.prefix}: a hidden state of shape {list(hidden.shape)}: unsupported."
+                    )
                 first.append(hidden)
             else:
                 _check_handed_on(hidden, first[0], blocks.name(index))
-            calls.append(BlockArguments(rest, kwargs))
+            names = list(inspect.signature(type(blocks.modules[index]).forward).parameters)[2 : 2 + len(rest)]
+            if len(names) == len(rest) and not {"args", "kwargs"} & set(names):
+                rest, kwargs = (), {**dict(zip(names, rest, strict=True)), **kwargs}
+            calls.append(BlockArguments(rest, kwargs, streams=hidden.shape[0] if hidden.dim() == 4 else 0))
             if index == len(blocks) - 1:
                 raise _Stop
             return returns(hidden)
@@ -148,7 +135,17 @@ def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callab
         raise UnsupportedModel(
             f"{blocks.prefix}: the model ran {len(calls)} of its {len(blocks)} blocks once, in order: unsupported."
         )
-    return Recording(first[0], calls)
+    return Recording(_side_by_side(first[0]), calls)
+
+
+def _side_by_side(hidden: Tensor) -> Tensor:
+    """Return a hidden state as ``[batch, tokens, streams * hidden]``, whatever its model keeps."""
+    return hidden.permute(1, 2, 0, 3).flatten(2) if hidden.dim() == 4 else hidden
+
+
+def _apart(hidden: Tensor, streams: int) -> Tensor:
+    """Return a hidden state as its model keeps it."""
+    return hidden.unflatten(2, (streams, -1)).permute(2, 0, 1, 3).contiguous() if streams else hidden
 
 
 def _check_handed_on(received: Any, returned: Tensor, name: str) -> None:
@@ -174,11 +171,12 @@ def run_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Tensor:
 def forward_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Tensor:
     """Run one block as ``run_block`` does, recording for gradients where the caller does."""
     raise_if_interrupted()
-    out = block(hidden, *call.args, **call.kwargs)
+    given = _apart(hidden, call.streams)
+    out = block(given, *call.args, **call.kwargs)
     result = out[0] if isinstance(out, (tuple, list)) else out
-    if not isinstance(result, Tensor) or result.shape != hidden.shape:
-        raise UnsupportedModel(f"{type(block).__name__}: does not return a hidden state of shape {list(hidden.shape)}.")
-    return result
+    if not isinstance(result, Tensor) or result.shape != given.shape:
+        raise UnsupportedModel(f"{type(block).__name__}: does not return a hidden state of shape {list(given.shape)}.")
+    return _side_by_side(result)
 
 
 @torch.no_grad()
@@ -195,7 +193,7 @@ def forward_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
         tail: Tensor = run(input_ids=input_ids, use_cache=False).logits
         return tail if tail.shape[:-1] == input_ids.shape else None
 
-    return _after_blocks(blocks, hidden, logits)
+    return _after_blocks(blocks, hidden, _streams(model, hidden), logits)
 
 
 @torch.no_grad()
@@ -212,16 +210,24 @@ def forward_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
         states: Tensor = body(input_ids=input_ids, use_cache=False).last_hidden_state
         return states if states.shape[:-1] == input_ids.shape else None
 
-    return _after_blocks(blocks, hidden, final)
+    return _after_blocks(blocks, hidden, _streams(model, hidden), final)
 
 
-def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | None]) -> Tensor:
+def _streams(model: nn.Module, hidden: Tensor) -> int:
+    """Return how many hidden states lie side by side, 0 for a single one."""
+    width = int(text_config(model).hidden_size)
+    more, rest = divmod(hidden.shape[-1], width)
+    return more if more > 1 and not rest else 0
+
+
+def _after_blocks(blocks: Blocks, hidden: Tensor, streams: int, run: Callable[[], Tensor | None]) -> Tensor:
     """``run`` with blocks that return ``hidden``, in each way that blocks may return it.
 
     run: None from it means that this was not the way.
     """
     # A form that the model did not want shows as a missing dimension or a failed unpacking.
     wrong = (_NotUnderstood, *OTHER_FORM)
+    hidden = _apart(hidden, streams)
     for returns in RETURNS:
         result = returns(hidden)
 
@@ -274,36 +280,6 @@ def given(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     finally:
         for held, local, value in reversed(before):
             held[local] = value
-
-
-def same_call(a: BlockArguments, b: BlockArguments) -> bool:
-    """Tell whether two recordings of one block agree: its arguments then depend on shapes only, not on the tokens."""
-    return (
-        len(a.args) == len(b.args)
-        and a.kwargs.keys() == b.kwargs.keys()
-        and _same((a.args, list(a.kwargs.values())), (b.args, list(b.kwargs.values())))
-    )
-
-
-def require_same_calls(first: Sequence[BlockArguments], calls: Sequence[BlockArguments], where: str) -> None:
-    """Raise UnsupportedModel if the arguments of any block differ between two batches; where: names the model."""
-    if not all(same_call(a, b) for a, b in zip(first, calls, strict=True)):
-        raise UnsupportedModel(
-            f"{where}: the arguments of its blocks depend on the tokens, not only on their positions;"
-            " stepping it block by block is not supported."
-        )
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (type(None), bool, int, float, str, torch.dtype, torch.device)):
-        return bool(a == b)
-    return type(a) is type(b)  # an object of the model's own: a config, an empty cache
 
 
 def input_groups(block: nn.Module, hidden: Tensor, call: BlockArguments) -> list[tuple[str, ...]]:

@@ -11,10 +11,10 @@ from quantkit.checkpoint.names import TensorRef, match_names
 from quantkit.checkpoint.source import Source, finite
 from quantkit.errors import SourceError, UnsupportedModel
 from quantkit.model.language import towers
+from quantkit.model.linears.transposed import TransposedLinear
 from quantkit.model.mixture.experts import Experts
 from quantkit.model.naming import Naming
 from quantkit.model.skeleton import Blocks
-from quantkit.model.transposed import TransposedLinear
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -21,7 +21,7 @@ from quantkit.calibrate.transfer import offload
 from quantkit.checkpoint.open import open_source
 from quantkit.core.scheme import Scheme
 from quantkit.formats.reader import QuantizedReader
-from quantkit.model.stepper import BlockArguments
+from quantkit.model.arguments import BlockArguments
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,8 @@ from quantkit.convert.results import BlockResult, InputGroup
 from quantkit.convert.stages import observe as observe_stage
 from quantkit.convert.stages.fold import Folding, fold_block, missing_folds, take_tokens
 from quantkit.formats.kv_scales import read_kv_plan
-from quantkit.model.stepper import BlockArguments, input_groups, run_block
+from quantkit.model.arguments import BlockArguments
+from quantkit.model.stepper import input_groups, run_block
 from quantkit.runtime.load import load
 
 TEXT = dict(samples=8, seq_len=32, group_size=32)

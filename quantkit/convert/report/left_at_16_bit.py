@@ -10,8 +10,8 @@ from math import prod
 from torch import nn
 
 from quantkit.checkpoint.names import COMPUTED
-from quantkit.model.kept_dense import kept_dense
 from quantkit.model.language import towers
+from quantkit.model.linears.kept_dense import kept_dense
 from quantkit.model.skeleton import Blocks, block_linears
 from quantkit.model.weights import Weights
 

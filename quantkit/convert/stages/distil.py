@@ -21,12 +21,13 @@ from quantkit.calibrate.data import CalibrationWindows
 from quantkit.calibrate.matmul_precision import model_runs
 from quantkit.convert.job.states import StateStore
 from quantkit.convert.results import BlockResult
-from quantkit.convert.stages.embed import embed
+from quantkit.convert.stages.embed import embed, require_one_call
 from quantkit.convert.stages.loaded_block import loaded
 from quantkit.convert.stages.student import Student, Written
 from quantkit.core.host import release_free_memory
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.language import text_config
-from quantkit.model.stepper import BlockArguments, forward_norm, given, gradients_in_order
+from quantkit.model.stepper import forward_norm, given, gradients_in_order
 from quantkit.runtime.layers.build import load_parameters
 from quantkit.runtime.layers.head import head_only
 
@@ -126,6 +127,7 @@ class _Pass:
         embedded = embed(
             written.model, written.blocks, written.weights, ids, written.device, None, tokens, head_embeddings
         )
+        require_one_call(embedded.calls, "--distil")
         return embedded.states, embedded.calls
 
     def _original(self, states: list[Tensor]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from quantkit.calibrate.transfer import offload
 from quantkit.convert.plan.memory import batch_tokens
 from quantkit.core.precision import exact_products
+from quantkit.errors import UnsupportedModel
+from quantkit.model.arguments import BlockArguments, by_batch, hands_on, same_call
 from quantkit.model.skeleton import Blocks, widest_input
-from quantkit.model.stepper import BlockArguments, record, require_same_calls
+from quantkit.model.stepper import Recording, record
 from quantkit.model.weights import Weights, before_blocks
 
 SHORT = 8  # tokens that show who reads whose output
@@ -65,17 +67,34 @@ def embed(
         tokens = batch_tokens(widest_input(blocks), device.type == "cpu")
     size = len(stored[0]) if stored else _batch_size(len(ids), max(1, tokens // ids.shape[1]))
     states = [offload(state, device) for state in stored or []]
-    calls: list[BlockArguments] = []
-    for batch in torch.split(ids if stored is None else ids[:size], size):
+    batches: list[list[BlockArguments]] = []
+    for batch in torch.split(ids, size):
         recording = record(model, blocks, batch)
         if stored is None:
             states.append(offload(recording.hidden.clone(), device))
-        calls = calls or recording.calls
-        require_same_calls(calls, recording.calls, str(weights.source.path))
+        alike = batches and all(same_call(a, b) for a, b in zip(batches[0], recording.calls, strict=True))
+        if alike and not hands_on(recording.calls):
+            recording = Recording(recording.hidden, batches[0])  # the same: kept once
+        batches.append(recording.calls)
+        if stored is not None and len(batches) == 2 and batches[1] is batches[0]:
+            break
+    calls = by_batch(batches, str(weights.source.path))
     short, single = (record(model, blocks, few).calls for few in (ids[:1, :SHORT], ids[:1]))
     for name in names:
         weights.release(name.rpartition(".")[0])
     return HiddenStates(states, calls, short, single)
+
+
+def require_one_call(calls: Sequence[BlockArguments], option: str) -> None:
+    """Raise UnsupportedModel if the arguments of a block depend on the tokens.
+
+    calls: by block. option: what would learn from windows in another order.
+    """
+    if any(call.by_batch for call in calls):
+        raise UnsupportedModel(
+            f"{option}: the blocks of this model take inputs that depend on the tokens, beside the hidden state; it"
+            " cannot learn from them. Leave it out (--method gptq and awq take them)."
+        )
 
 
 def states_wanted(ids: Tensor, hidden: int, paired: bool) -> Callable[[list[torch.Size]], bool]:
@@ -90,7 +109,9 @@ def states_wanted(ids: Tensor, hidden: int, paired: bool) -> Callable[[list[torc
     def fits(shapes: list[torch.Size]) -> bool:
         size = shapes[0][0] if shapes and shapes[0] else 1
         count = windows // size * (2 if paired else 1)
-        return windows % size == 0 and shapes == [torch.Size((size, tokens, hidden))] * count
+        width = shapes[0][-1] if shapes and shapes[0] else hidden
+        whole = width % hidden == 0  # several states side by side
+        return windows % size == 0 and whole and shapes == [torch.Size((size, tokens, width))] * count
 
     return fits
 

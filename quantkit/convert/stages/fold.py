@@ -22,9 +22,9 @@ from quantkit.convert.results import BlockResult, InputGroup
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.folds import Fold, find_folds, scaled_parameters, shared_modules
 from quantkit.model.patterns import short_names
-from quantkit.model.stepper import BlockArguments
 from quantkit.model.weights import Weights
 
 

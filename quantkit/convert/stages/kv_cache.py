@@ -13,7 +13,7 @@ from quantkit.calibrate.cache_sensitivity import NEWEST, cache_sensitivity
 from quantkit.convert.options.kv_request import BUDGET_BITS, CacheRequest
 from quantkit.core.kvscheme import KVPlan, KVScheme
 from quantkit.errors import NumericsError
-from quantkit.model.stepper import BlockArguments
+from quantkit.model.arguments import BlockArguments
 
 
 def calibrate_layer(

@@ -13,7 +13,7 @@ from quantkit.calibrate.experts import share_statistics
 from quantkit.convert.options.kv_request import CacheRequest
 from quantkit.convert.results import BlockResult, InputGroup
 from quantkit.convert.stages.kv_cache import calibrate_layer
-from quantkit.model.stepper import BlockArguments
+from quantkit.model.arguments import BlockArguments
 
 
 def observe_block(

@@ -29,11 +29,12 @@ from quantkit.core import affine
 from quantkit.core.host import OnStep
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
+from quantkit.model.arguments import BlockArguments, require_same_calls
 from quantkit.model.folds import find_folds, shared_modules
 from quantkit.model.language import towers
 from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import Blocks, block_linears
-from quantkit.model.stepper import BlockArguments, record, require_same_calls, run_block
+from quantkit.model.stepper import record, run_block
 from quantkit.model.weights import Weights
 
 STEPS = 4  # candidates in the search for ranges: a sixth of what quantizing tries

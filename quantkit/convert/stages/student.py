@@ -18,8 +18,9 @@ from quantkit.core import affine
 from quantkit.core.host import available_bytes
 from quantkit.core.qtensor import QuantTensor
 from quantkit.formats.interface import Format
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.skeleton import Blocks
-from quantkit.model.stepper import BlockArguments, forward_block, given
+from quantkit.model.stepper import forward_block, given
 from quantkit.model.weights import Weights
 
 

@@ -15,8 +15,8 @@ from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, SourceError
 from quantkit.formats.reader import QuantizedReader
+from quantkit.model.linears.transposed import TransposedLinear
 from quantkit.model.naming import Naming
-from quantkit.model.transposed import TransposedLinear
 from quantkit.model.weights import Weights, tied_parameters
 from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear, pack

@@ -18,7 +18,7 @@ from quantkit.calibrate.capture import observe
 from quantkit.calibrate.gradients import listening
 from quantkit.convert.job.records import NUMBERS, keep_measured, kept_measured
 from quantkit.convert.results import Measured
-from quantkit.model.stepper import BlockArguments
+from quantkit.model.arguments import BlockArguments
 
 
 class Gated(nn.Module):

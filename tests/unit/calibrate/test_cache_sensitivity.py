@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantkit.calibrate import cache_sensitivity as room
 from quantkit.calibrate.cache_sensitivity import cache_sensitivity
 from quantkit.errors import UnsupportedModel
-from quantkit.model.stepper import BlockArguments
+from quantkit.model.arguments import BlockArguments
 
 
 class Averages(nn.Module):

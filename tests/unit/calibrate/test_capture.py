@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.capture import observe
-from quantkit.model.stepper import BlockArguments, run_block
+from quantkit.model.arguments import BlockArguments
+from quantkit.model.stepper import run_block
 
 
 class Gated(nn.Module):

@@ -21,8 +21,9 @@ from quantkit.calibrate.sensitivity import (
     tail_gradient,
 )
 from quantkit.errors import UnsupportedModel
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.skeleton import Blocks, find_blocks
-from quantkit.model.stepper import BlockArguments, record, run_block, run_tail
+from quantkit.model.stepper import record, run_block, run_tail
 
 
 def noise(weight: Tensor, size: float) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from quantkit.calibrate.capture import observe
 from quantkit.convert.results import InputGroup
 from quantkit.convert.stages.fold import _FoldStep
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.folds import Fold, find_folds
 from quantkit.model.skeleton import find_blocks
-from quantkit.model.stepper import BlockArguments, input_groups, record
+from quantkit.model.stepper import input_groups, record
 from quantkit.model.twin import small_twin
 
 PLAN: Any = SimpleNamespace(targets={}, rewritten=[])  # nothing is quantized and nothing stored: no rounding anywhere

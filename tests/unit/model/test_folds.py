@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quantkit.model.arguments import BlockArguments
 from quantkit.model.folds import Fold, apply_fold, find_folds, shared_modules
 from quantkit.model.skeleton import find_blocks
-from quantkit.model.stepper import BlockArguments, record, run_block
+from quantkit.model.stepper import record, run_block
 from quantkit.model.twin import small_twin
 
 ATTENTION, VALUES = (

@@ -12,8 +12,9 @@ from torch import nn
 
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.errors import NumericsError, SourceError, UnsupportedModel
+from quantkit.model.arguments import BlockArguments, same_call
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
-from quantkit.model.stepper import BlockArguments, input_groups, record, run_block, run_norm, run_tail, same_call
+from quantkit.model.stepper import input_groups, record, run_block, run_norm, run_tail
 from quantkit.model.weights import Weights
 
 

@@ -1,0 +1,62 @@
+"""Blocks with inputs beside the hidden state that depend on the tokens, and with several hidden states at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import UnsupportedModel
+from quantkit.model.arguments import by_batch
+from quantkit.model.skeleton import find_blocks
+from quantkit.model.stepper import record, run_block, run_norm, run_tail
+
+SMALL = dict(
+    vocab_size=96, vocab_size_per_layer_input=96, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, hidden_size_per_layer_input=16, sliding_window=8, max_position_embeddings=64,
+    bos_token_id=0, eos_token_id=1, pad_token_id=1, num_kv_shared_layers=2, laurel_rank=8,
+    intermediate_size=[96] * 4, activation_sparsity_pattern=[0.0] * 4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3n_text", **SMALL), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def _ids(seed: int) -> Tensor:
+    return torch.randint(2, 96, (2, 11), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_stepping_equals_the_models_own_forward(model: Any) -> None:
+    blocks = find_blocks(model)
+    recordings = [record(model, blocks, _ids(seed)) for seed in (1, 2)]
+    calls = by_batch([recording.calls for recording in recordings], "gemma3n")
+    assert recordings[0].hidden.shape == (2, 11, 4 * 64)  # four hidden states, side by side
+    assert all(set(call.by_batch[0]) == {"per_layer_input", "shared_kv_states"} for call in calls)
+    states = [recording.hidden for recording in recordings]
+    for block, call in zip(blocks.modules, calls, strict=True):  # block by block: the others' states come in between
+        states = [run_block(block, hidden, call.to(hidden.device).of(batch)) for batch, hidden in enumerate(states)]
+    for hidden, seed in zip(states, (1, 2), strict=True):
+        assert torch.equal(run_tail(model, blocks, _ids(seed), hidden), model(input_ids=_ids(seed)).logits)
+        last = model.base_model(input_ids=_ids(seed)).last_hidden_state
+        assert torch.equal(run_norm(model, blocks, _ids(seed), hidden), last)
+
+
+def test_other_arguments_that_depend_on_the_tokens_are_refused(model: Any) -> None:
+    calls = record(model, find_blocks(model), _ids(1)).calls
+    other = record(model, find_blocks(model), _ids(1)).calls
+    other[0].kwargs["some_number"] = 3
+    with pytest.raises(UnsupportedModel, match="depend on the tokens"):
+        by_batch([calls, other], "gemma3n")
