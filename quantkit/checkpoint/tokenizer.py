@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from quantkit.checkpoint.fetch import fetch, is_named
 from quantkit.checkpoint.foreign_files.code_references import passed_on
 from quantkit.checkpoint.foreign_files.fields import read_json
+from quantkit.checkpoint.foreign_files.library_words import refused_field
 from quantkit.checkpoint.gguf_files.header import read_header
 from quantkit.checkpoint.gguf_files.vocabulary import rebuild
 from quantkit.checkpoint.hub import download, is_hub_id
@@ -223,11 +224,16 @@ def _library_errors(path: Path, what: str) -> Iterator[None]:
 
     They raise whatever their parsers raise: json, tokenizers, KeyError, and a panic of Rust code, no Exception.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        if isinstance(error, StrictDataclassError):  # transformers reads the model's config beside the tokenizer's
+            said = refused_field(error, read_json(path / "config.json"))
+            raise SourceError(f"{path / 'config.json'}: {said}. Correct it, or download it again.") from error
         raise SourceError(
             f"{path}: the tokenizer cannot be {what} ({type(error).__name__}: {' '.join(str(error)[:300].split())}). "
             "Download the tokenizer files again; tokenizers that bring code of their own are not run."

@@ -6,17 +6,17 @@ family.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from quantkit.checkpoint.foreign_files.code_references import without_code
+from quantkit.checkpoint.foreign_files.library_words import refused_field, unknown_word
+from quantkit.core.empty_build import parameters_on_meta
 from quantkit.errors import UnsupportedModel
 from quantkit.model.language import auto_class, language_model, name_of, text_config, towers
 from quantkit.model.linears.kept_dense import kept_dense
@@ -73,7 +73,11 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         )
     try:
         hf_config = AutoConfig.for_model(kind, **data)
-    except (*BUILDING, ValueError, StrictDataclassError) as error:
+    except StrictDataclassError as error:
+        raise UnsupportedModel(
+            f"config.json of this {kind}: {refused_field(error, data)}. Correct it, or download it again."
+        ) from error
+    except (*BUILDING, ValueError) as error:
         if kind in CONFIG_MAPPING:
             raise UnsupportedModel(
                 f"config.json of this {kind} does not fit ({error!r}). Download it again."
@@ -81,21 +85,32 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
         raise UnsupportedModel(
             f"model_type {kind!r} is unknown to the installed transformers. Upgrade transformers."
         ) from None
+    model = _built(kind, data, hf_config, dtype)
+    model.requires_grad_(False)
+    if unfuse:
+        unfuse_experts(model)
+        replace_conv1d(model)
+    return model.eval()
+
+
+def _built(kind: str, data: Mapping[str, Any], hf_config: Any, dtype: torch.dtype) -> nn.Module:
+    """Build the model; what transformers raises becomes one sentence."""
     try:
-        with _parameters_on_meta():
-            model = auto_class(kind, data).from_config(hf_config, dtype=dtype, trust_remote_code=False)
+        with parameters_on_meta():
+            model: nn.Module = auto_class(kind, data).from_config(hf_config, dtype=dtype, trust_remote_code=False)
     except BUILDING as error:
-        raise UnsupportedModel(f"config.json of this {kind} makes no model ({error!r}). Download it again.") from error
+        word = unknown_word(error, data)
+        raise UnsupportedModel(
+            f"config.json of this {kind}: {word}, unknown to the installed transformers. Correct it, or upgrade."
+            if word
+            else f"config.json of this {kind} makes no model ({error!r}). Download it again."
+        ) from error
     except ValueError as error:
         raise UnsupportedModel(
             f"model_type {kind!r}: transformers has no causal language model of that type"
             + ("." if "configuration class" in str(error) else f" ({_first_sentence(error)}).")
         ) from None
-    model.requires_grad_(False)
-    if unfuse:
-        unfuse_experts(model)
-        replace_conv1d(model)
-    return model.eval()  # type: ignore[no-any-return]
+    return model
 
 
 # How transformers writes what JSON has no number for.
@@ -115,42 +130,6 @@ def _with_infinities(value: Any) -> Any:
 def _first_sentence(error: Exception) -> str:
     """Without the list of everything that would have been possible."""
     return str(error).partition("\n")[0].partition(". ")[0]
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """Make large tensors on meta at once: they become parameters, and one layer's experts alone may exceed the memory.
-
-    What is small may be a buffer that holds something, and stays real.
-    """
-
-    # elements from which on; a buffer may be filled after torch.empty too, but not one of this size
-    LIMITS: ClassVar[dict[Any, int]] = {torch.empty: 1 << 16, torch.zeros: 1 << 24, torch.ones: 1 << 24}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = dict(kwargs or {})
-        if func in self.LIMITS and out.get("device") is None:
-            sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
-            if torch.Size(sizes or out.get("size", ())).numel() >= self.LIMITS[func]:
-                out["device"] = "meta"
-        return func(*args, **out)
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """New parameters go to meta; buffers stay real, because non-persistent ones cannot be read from any file."""
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(module, name, param)
-        if param is not None and not param.is_meta:
-            module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-    try:
-        with _LargeOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def find_blocks(model: nn.Module) -> Blocks:

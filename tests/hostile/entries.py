@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def opened_and_built(path: str) -> int:
     """Open a model and build its structure, as every command does first; return its number of parameters."""
@@ -18,3 +20,12 @@ def opened_and_built(path: str) -> int:
     if QuantizedReader(source).modules:
         return 0
     return len(Weights(model, source).parameters)
+
+
+def built(config: dict[str, Any]) -> int:
+    """Check a config and build its model; return the number of its modules."""
+    from quantkit.checkpoint.foreign_files.config import check_config
+    from quantkit.model.skeleton import build_skeleton
+
+    check_config(config, "config.json")
+    return sum(1 for _ in build_skeleton(config).modules())

@@ -27,6 +27,7 @@ CONFIG: list[tuple[str, Any]] = [
     ("layer_types", "full"), ("layer_types", [1, 2, 3]), ("architectures", [{}]), ("model_type", ["llama"]),
     ("hidden_act", {}), ("logits_scaling", 0), ("initializer_range", INF), ("is_causal", False), ("sliding_window", 0),
     ("sliding_window", -5), ("rms_norm_eps", 0.9), ("decoder_layers", 10**9), ("rotary_dim", 10**6),
+    ("rope_theta", 1), ("rope_theta", 9.5), ("tie_word_embeddings", None),
 ]  # fmt: skip
 ROPE: list[tuple[str, Any]] = [
     ("factor", INF), ("factor", 0), ("factor", -2), ("factor", "x"), ("factor", [1]), ("low_freq_factor", NAN),

@@ -9,22 +9,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.checkpoint.foreign_files.fields import Flag, Real, Rule, Several, Token, Whole, Word, check_table
+from quantkit.checkpoint.foreign_files.fields import (
+    Flag,
+    Real,
+    Rule,
+    Several,
+    Token,
+    Whole,
+    Word,
+    check_field,
+    check_table,
+)
 from quantkit.errors import SourceError
 
 # What a key is called differs between architectures; the rules are by what it means.
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+    "num_blocks", "num_encoder_layers", "num_lstm_layers", "depth",
 )  # fmt: skip
 POSITIONS = ("max_position_embeddings", "n_positions")
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 INNER = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size")
-MOST_LAYERS, MOST_WIDTH, MOST_EXPERTS, MOST_EXPERT_MODULES = 1024, 1 << 20, 1 << 14, 1 << 16
+MOST_LAYERS, MOST_WIDTH, MOST_EXPERTS, MOST_EXPERT_MODULES = 512, 1 << 20, 1 << 14, 1 << 16
 # Some models compute a table of angles for all positions: of 256 MB in float32 at most.
 MOST_ANGLES = 1 << 26
 # A byte holds at most four weights, of two bits.
 WEIGHTS_PER_BYTE = 4
+# Of an expert; narrower ones would be no matrices, and are not quantized.
+LEAST_EXPERT, FEW_EXPERTS = 16, 4096
 # Up to here a structure is built in a moment, and which tensor is missing is said by name.
 FEW_LAYERS, FEW_WEIGHTS = 128, 1 << 30
 
@@ -33,8 +46,9 @@ _COUNT = Several(Whole(0, MOST_EXPERTS), alone=True)
 # GGUF files write -1 as an unsigned number.
 _TOKEN = Several(Token((1 << 32) - 1), alone=True)
 _EPSILON = Real(0.0, 1e-2)
-# The base of a rotary embedding's frequencies; from 1 on, or later pairs would turn faster than the first.
-_BASE = Real(1.0, 1e15)
+# The base of a rotary embedding's frequencies. Below 1 later pairs would turn faster than the first; at 1 all turn
+# alike, and nothing tells near from far. Models have 10,000 or more.
+_BASE = Real(10.0, 1e15)
 _FACTOR = Real(1e-2, 1e6)
 _SHARE = Real(0.0, 1e6)
 _CAP = Real(1e-3, 1e9)
@@ -84,6 +98,8 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     Raises SourceError, naming the field, for a value that no model has.
     """
     check_table(config, RULES, where, NOT_OURS)
+    if "tie_word_embeddings" in config:  # null is nothing said elsewhere; of this field every model type asks a word
+        check_field(where, "tie_word_embeddings", config["tie_word_embeddings"], Flag())
     if config.get("is_causal") is False:
         raise SourceError(
             f"{where}: is_causal is false: each token would see those after it. quantkit runs causal language models."
@@ -118,6 +134,7 @@ def check_claims(config: Mapping[str, Any], sizes: Sequence[int], where: str) ->
             f"{where}: config.json claims {layers} layers (num_hidden_layers), but the checkpoint has {len(sizes)}"
             " tensors. Weights and config belong to different models: download both again."
         )
+    _check_experts(config, sum(sizes), where)
     most = max(WEIGHTS_PER_BYTE * sum(sizes), FEW_WEIGHTS)
     for name in ("vocab_size", *INNER, *LAYERS):
         claimed = _largest(config, (name,)) * width
@@ -127,6 +144,17 @@ def check_claims(config: Mapping[str, Any], sizes: Sequence[int], where: str) ->
                 f" checkpoint holds at most {most:,}. Weights and config belong to different models: download both"
                 " again."
             )
+
+
+def _check_experts(config: Mapping[str, Any], stored: int, where: str) -> None:
+    """Refuse more experts than the bytes could hold: each becomes modules of its own, which take a while to build."""
+    experts = _largest(config, EXPERTS) * max(1, _largest(config, LAYERS))
+    most = max(WEIGHTS_PER_BYTE * stored // (LEAST_EXPERT * max(1, _largest(config, WIDTHS))), FEW_EXPERTS)
+    if experts > most:
+        raise SourceError(
+            f"{where}: config.json claims {experts:,} experts in all its layers ({' or '.join(EXPERTS[:3])}); the"
+            f" checkpoint holds at most {most:,}. Weights and config belong to different models: download both again."
+        )
 
 
 def _largest(config: Mapping[str, Any], names: Sequence[str]) -> int:

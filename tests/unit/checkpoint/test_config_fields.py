@@ -43,3 +43,10 @@ def test_a_config_may_not_claim_more_than_the_checkpoint_holds() -> None:
         check_claims({"num_hidden_layers": 500, "hidden_size": 4}, [8] * 20, "model")
     with pytest.raises(SourceError, match="vocab_size"):
         check_claims({"vocab_size": 1 << 26, "hidden_size": 1 << 14}, [1 << 20] * 20, "model")
+
+
+def test_more_experts_than_the_bytes_could_hold() -> None:
+    large = {"n_routed_experts": 384, "num_hidden_layers": 61, "hidden_size": 7168}
+    check_claims(large, [7168 * 2048 * 2] * 1000, "model")
+    with pytest.raises(SourceError, match="n_routed_experts"):
+        check_claims({"n_routed_experts": 16384, "num_hidden_layers": 4, "hidden_size": 64}, [1 << 10] * 20, "model")
