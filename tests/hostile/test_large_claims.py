@@ -45,3 +45,12 @@ def test_a_field_of_transformers_own_is_named(limited: Limited) -> None:
     limited("hostile.entries:built", config | {"use_cache": True, "activation_function": "soft"}).refused(
         "config.json of this gptj", "activation_function is soft"
     )
+
+
+def test_a_wide_matrix_beside_experts(limited: Limited) -> None:
+    config = {
+        "model_type": "jetmoe", "hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16,
+        "intermediate_size": 1 << 24, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256,
+    }  # fmt: skip
+    outcome = limited("hostile.entries:built", config)
+    outcome.refused("config.json asks for a matrix")

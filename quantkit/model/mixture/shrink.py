@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from quantkit.core.empty_build import MOST_TENSOR
+from quantkit.errors import UnsupportedModel
 from quantkit.model.mixture.layout import ExpertLayout
 
 PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INNER = 4, 16, 8
@@ -101,4 +104,9 @@ def _run_plainly(module: Any) -> None:
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> nn.Parameter:
+    if 4 * math.prod(shape) > MOST_TENSOR:
+        raise UnsupportedModel(
+            f"config.json asks for a matrix of {' x '.join(map(str, shape))} beside small experts, wider than in any"
+            " known model. The file is damaged: download it again."
+        )
     return nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
