@@ -143,16 +143,16 @@ class _Parts:
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta(models: Any = None) -> Iterator[None]:
     """New parameters go to meta; buffers stay real, because non-persistent ones cannot be read from any file.
+
+    models: transformers' PreTrainedModel, whose way to fill new modules is kept to those with buffers.
 
     Raises UnsupportedModel, from where the model is built, for a table, tables in all, or a number of modules that no
     model has.
     """
-    from transformers import PreTrainedModel
-
-    register, fill = nn.Module.register_parameter, PreTrainedModel._initialize_weights
-    parts = _Parts()
+    fill: Any = getattr(models, "_initialize_weights", None)
+    register, parts = nn.Module.register_parameter, _Parts()
 
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -170,12 +170,14 @@ def parameters_on_meta() -> Iterator[None]:
         register_module_buffer_registration_hook(parts.buffer),
     ]
     nn.Module.register_parameter = to_meta  # type: ignore[method-assign,assignment]
-    PreTrainedModel._initialize_weights = fill_buffers  # type: ignore[method-assign,assignment]
+    if models is not None:
+        models._initialize_weights = fill_buffers
     try:
         with _Bounded(), _LargeOnMeta():  # type: ignore[no-untyped-call]
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-        PreTrainedModel._initialize_weights = fill  # type: ignore[method-assign]
+        if models is not None:
+            models._initialize_weights = fill
         for hook in hooks:
             hook.remove()

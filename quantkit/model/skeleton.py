@@ -95,8 +95,10 @@ def build_skeleton(config: Mapping[str, Any], dtype: torch.dtype = torch.float32
 
 def _built(kind: str, data: Mapping[str, Any], hf_config: Any, dtype: torch.dtype) -> nn.Module:
     """Build the model; what transformers raises becomes one sentence."""
+    from transformers import PreTrainedModel
+
     try:
-        with parameters_on_meta():
+        with parameters_on_meta(PreTrainedModel):
             model: nn.Module = auto_class(kind, data).from_config(hf_config, dtype=dtype, trust_remote_code=False)
     except BUILDING as error:
         word = unknown_word(error, data)
