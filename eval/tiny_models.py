@@ -1,0 +1,245 @@
+"""Tiny random models of every causal and image-text type that transformers knows.
+
+A type's default config is shrunk by the names of its keys, the parts of the config for towers and language model too.
+At least one layer of every kind stays. What must fit each other in a way that names do not tell is in
+``tiny_overrides.py``, with the types that nothing can be done with on text alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tiny_overrides import NOT_ON_TEXT, OVERRIDES
+
+GROUPS = ("causal", "image-text")
+VOCAB = 256
+LAYER_COUNTS = (
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth", "num_decoder_layers", "layers",
+    "num_blocks",
+)  # fmt: skip
+OTHER_COUNTS = ("encoder_layers", "num_encoder_layers", "conf_num_hidden_layers")
+TOKEN_IDS = ("_token_id", "_token_index", "_start_id", "_end_id", "_newline_id", "_patch_id")
+PARTS = ("encoder", "decoder")  # of a config, beside those that end with _config
+
+# What a number becomes if it is larger: the first pattern that is the whole key.
+SIZES: list[tuple[re.Pattern[str], int]] = [
+    (re.compile(pattern), size)
+    for pattern, size in (
+        (r"(decoder_|unpadded_)?vocab_size(_per_layer_input)?", VOCAB),
+        (
+            r"(text_|encoder_|decoder_|vision_|backbone_|attention_|patch_embed_|out_|moe_)?hidden_size(_global)?|n_embd|d_model"
+            r"|dim_model|embed_dim|emb_dim|embedding_dim|embedding_size|(input|output)_embedding_size|lru_width|input_size"
+            r"|(word_embed_)?proj(ection)?_dim|(projector_|vision_)?output_dim|projector_input_dim|adapter_(in|out)_dim"
+            r"|image_(token_embed_dim|text_hidden_size)",
+            64,
+        ),
+        (
+            r"(dense_|language_)?intermediate_size(_mlp)?|(encoder_|decoder_)?ffn_dim|d_ff|dff|dim_ff|n_inner|d_inner"
+            r"|ffn_hidden_size|mlp_dim|feed_forward_size|block_ff_dim",
+            96,
+        ),
+        (r".*(moe|expert|share).*(intermediate_size|ffn_hidden_size|dim)", 32),
+        (
+            r"(num_)?(encoder_|decoder_|swa_)?attention_heads|num_(attention|sliding_attention)_heads|n_heads?|num_heads"
+            r"|num_(encoder|decoder)_attention_heads|swa_num_attention_heads|index_n_heads|linear_num(_value)?_heads"
+            r"|resampler_n_heads",
+            4,
+        ),
+        (r"num_key_value_heads|num_kv_heads|linear_num_key_heads|swa_num_key_value_heads", 2),
+        (
+            r"((global|swa|v|qk_nope|linear|linear_key|linear_value|index|mamba|resampler)_)?head_dim"
+            r"|attention_head_size|d_head|d_kv|dim_head|kv_channels|mamba_d_head",
+            16,
+        ),
+        (r"qk_head_dim", 24),
+        (r"qk_rope_head_dim|rotary_dim", 8),
+        (r"(q|kv|o)_lora_rank", 32),
+        (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
+        (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
+        (r"n_group|topk_group", 1),
+        (
+            r"max_position_embeddings|n_positions|max_seq_len|seq_length|n_ctx|model_max_length|context_length"
+            r"|original_max_position_embeddings",
+            256,
+        ),
+        (r"sliding_window(_size)?|attention_chunk_size|local_attention|attention_window_size|window_size_swa", 8),
+        (r"state_size|mamba_d_state|ssm_state_size", 16),
+        (r"time_step_rank|mamba_dt_rank", 4),
+        (r"mamba_n(um)?_heads", 8),
+        (r"(mamba_)?chunk_size", 16),
+        (r"image_size", 32),
+        (r"patch_size", 8),
+        (r"index_topk(_blocks)?", 4),
+        (r"hidden_size_per_layer_input", 16),
+        (r"ngram_vocab_size_base", 97),
+        (r"split_ngram_parts", 2),
+    )
+]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One model type in one of the auto classes. It may be in both: with its towers, and without."""
+
+    group: str
+    model_type: str
+
+    def __str__(self) -> str:
+        return f"{self.group}:{self.model_type}"
+
+
+def all_kinds() -> list[Kind]:
+    """Every type of the installed transformers, causal ones first."""
+    from transformers.models.auto import modeling_auto
+
+    names = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return [Kind(group, kind) for group, known in zip(GROUPS, names, strict=True) for kind in sorted(known)]
+
+
+def why_not_on_text(kind: Kind) -> str:
+    """The reason why a type computes nothing from tokens alone; empty if it does."""
+    return NOT_ON_TEXT.get(str(kind), NOT_ON_TEXT.get(kind.model_type, ""))
+
+
+def tiny_config(kind: Kind) -> dict[str, Any]:
+    """The config of the type with few small layers, as a dictionary."""
+    from transformers import CONFIG_MAPPING
+
+    small = _fitting(shrunk(CONFIG_MAPPING[kind.model_type]().to_dict()))
+    for table in (OVERRIDES.get(kind.model_type, {}), OVERRIDES.get(str(kind), {})):
+        for path, value in table.items():
+            part = small
+            *parts, last = path.split(".")
+            for name in parts:
+                part = part[name]
+            part[last] = copy.deepcopy(value)
+    return small
+
+
+def tiny_model(kind: Kind, seed: int = 0) -> Any:
+    """The transformers model of the type, in float32, every weight random: what is forgotten shows."""
+    import transformers
+
+    auto = {"causal": transformers.AutoModelForCausalLM, "image-text": transformers.AutoModelForImageTextToText}
+    data = tiny_config(kind)
+    for key in ("dtype", "model_type"):
+        data.pop(key, None)
+    config = transformers.CONFIG_MAPPING[kind.model_type].from_dict(data)
+    torch.manual_seed(seed)
+    model = auto[kind.group].from_config(config, dtype=torch.float32).eval()
+    fill_random(model, seed)
+    return model
+
+
+@torch.no_grad()
+def fill_random(model: Any, seed: int = 0) -> None:
+    """Give every stored float tensor random values: matrices around 0, others near their start."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(0.15 * noise if tensor.dim() > 1 else tensor + 0.1 * noise)
+
+
+def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A smaller config of the same type: every kind of layer, sizes by the names of their keys."""
+    small = _fewer_layers(config)
+    for key, value in list(small.items()):
+        if isinstance(value, dict) and (key.endswith("_config") or key in PARTS):
+            small[key] = shrunk(value)
+        elif isinstance(value, dict) and key in ("rope_parameters", "rope_scaling"):
+            small[key] = _shrunk_rope(value)
+        elif key.endswith(TOKEN_IDS):
+            small[key] = _token_id(key, value)
+        else:
+            small[key] = _smaller(key, value)
+    small.pop("per_layer_config", None)  # made anew from the other fields
+    return small
+
+
+def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the first layer of every kind, by the lists that have an entry for each layer, and at least two."""
+    small = dict(config)
+    counted = next((key for key in LAYER_COUNTS if isinstance(config.get(key), int)), None)
+    if counted is None:
+        return small
+    count = config[counted]
+    lists = [
+        key
+        for key, value in config.items()
+        if isinstance(value, (list, tuple)) and len(value) == count and key != "architectures"
+    ]
+    kinds: dict[str, int] = {}
+    for index in range(count):
+        kinds.setdefault(repr([config[key][index] for key in lists]), index)
+    chosen = sorted({*kinds.values(), *range(min(count, 2))})
+    for key in lists:
+        small[key] = [config[key][index] for index in chosen]
+    for key in (*LAYER_COUNTS, *OTHER_COUNTS):
+        if isinstance(config.get(key), int) and config[key] > 0:
+            small[key] = len(chosen)
+    return small
+
+
+def _token_id(key: str, value: Any) -> Any:
+    """An id inside the small vocabulary, behind those that tests use; not the same one for every name."""
+    if isinstance(value, (list, tuple)):
+        return [1]
+    return 200 + sum(map(ord, key)) % 50 if isinstance(value, int) and value >= 200 else value
+
+
+def _smaller(key: str, value: Any) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    size = next((size for pattern, size in SIZES if pattern.fullmatch(key)), None)
+    if size is None:
+        return value
+    if isinstance(value, (list, tuple)) and all(type(entry) is int for entry in value):
+        return [min(size, entry) for entry in value]
+    return min(size, value) if isinstance(value, int) else value
+
+
+def _shrunk_rope(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary parameters: factors for half a head, the context that was trained on."""
+    small: dict[str, Any] = {}
+    for key, value in entry.items():
+        if isinstance(value, dict):
+            small[key] = _shrunk_rope(value)
+        elif isinstance(value, (list, tuple)) and key.endswith("_factor"):
+            small[key] = list(value)[:8]
+        else:
+            small[key] = min(128, value) if key == "original_max_position_embeddings" else value
+    return small
+
+
+def _fitting(small: dict[str, Any]) -> dict[str, Any]:
+    """Sizes that follow from others: heads of latent attention, sections of a rotary table for images."""
+    if isinstance(small.get("qk_rope_head_dim"), int) and isinstance(small.get("qk_nope_head_dim"), int):
+        small.update(qk_nope_head_dim=16, qk_rope_head_dim=8, qk_head_dim=24, v_head_dim=16)
+        if small.get("head_dim"):
+            small["head_dim"] = 8
+    width, heads = small.get("hidden_size"), small.get("num_attention_heads")
+    head = small.get("head_dim") or (width // heads if isinstance(width, int) and isinstance(heads, int) else 16)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(small.get(key), dict) and isinstance(head, int):
+            _fit_sections(small[key], head, small.get("partial_rotary_factor"))
+    for key, value in small.items():
+        if isinstance(value, dict) and (key.endswith("_config") or key in PARTS):
+            _fitting(value)
+    return small
+
+
+def _fit_sections(rope: dict[str, Any], head: int, share: float | None) -> None:
+    """mrope_section: how many frequencies of half a head are for time, height, width."""
+    for key, value in list(rope.items()):
+        if isinstance(value, dict):
+            _fit_sections(value, head, share)
+        elif key == "mrope_section":
+            half = int(head * (rope.get("partial_rotary_factor") or share or 1)) // 2
+            time = max(1, half // 4)
+            rope[key] = [time, (half - time) // 2, half - time - (half - time) // 2]
