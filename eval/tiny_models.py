@@ -32,8 +32,9 @@ SIZES: list[tuple[re.Pattern[str], int]] = [
     for pattern, size in (
         (r"(decoder_|unpadded_)?vocab_size(_per_layer_input)?", VOCAB),
         (
-            r"(text_|encoder_|decoder_|vision_|backbone_|attention_|patch_embed_|out_|moe_)?hidden_size(_global)?|n_embd|d_model"
-            r"|dim_model|embed_dim|emb_dim|embedding_dim|embedding_size|(input|output)_embedding_size|lru_width|input_size"
+            r"(text_|encoder_|decoder_|vision_|backbone_|attention_|patch_embed_|out_|moe_)?hidden_size(_global)?"
+            r"|n_embd|d_model|dim_model|embed_dim|emb_dim|embedding_dim|embedding_size|lru_width|input_size"
+            r"|(input|output)_embedding_size"
             r"|(word_embed_)?proj(ection)?_dim|(projector_|vision_)?output_dim|projector_input_dim|adapter_(in|out)_dim"
             r"|image_(token_embed_dim|text_hidden_size)",
             64,
@@ -45,7 +46,8 @@ SIZES: list[tuple[re.Pattern[str], int]] = [
         ),
         (r".*(moe|expert|share).*(intermediate_size|ffn_hidden_size|dim)", 32),
         (
-            r"(num_)?(encoder_|decoder_|swa_)?attention_heads|num_(attention|sliding_attention)_heads|n_heads?|num_heads"
+            r"(num_)?(encoder_|decoder_|swa_)?attention_heads|num_(attention|sliding_attention)_heads"
+            r"|n_heads?|num_heads"
             r"|num_(encoder|decoder)_attention_heads|swa_num_attention_heads|index_n_heads|linear_num(_value)?_heads"
             r"|resampler_n_heads",
             4,
