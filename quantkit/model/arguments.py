@@ -85,8 +85,7 @@ def by_batch(batches: Sequence[Sequence[BlockArguments]], where: str) -> list[Bl
             n for n in names if n not in varying and isinstance(call.kwargs[n], MutableMapping) and not call.kwargs[n]
         ]
         common = [replace(c, kwargs={n: v for n, v in c.kwargs.items() if n not in varying}) for c in (call, *others)]
-        require_same_calls(common[:1], common[1:2], where)
-        for other in common[2:]:
+        for other in common[1:]:
             require_same_calls(common[:1], [other], where)
         own = tuple({name: c.kwargs[name] for name in varying} for c in (call, *others))
         found.append(replace(call, by_batch=own))

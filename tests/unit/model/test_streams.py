@@ -54,6 +54,11 @@ def test_stepping_equals_the_models_own_forward(model: Any) -> None:
         assert torch.equal(run_norm(model, blocks, _ids(seed), hidden), last)
 
 
+def test_a_single_batch_has_a_mapping_of_its_own(model: Any) -> None:
+    calls = record(model, find_blocks(model), _ids(1)).calls
+    assert all(set(call.by_batch[0]) == {"shared_kv_states"} for call in by_batch([calls], "gemma3n"))
+
+
 def test_other_arguments_that_depend_on_the_tokens_are_refused(model: Any) -> None:
     calls = record(model, find_blocks(model), _ids(1)).calls
     other = record(model, find_blocks(model), _ids(1)).calls
