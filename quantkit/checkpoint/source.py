@@ -23,8 +23,10 @@ from quantkit.checkpoint.foreign_files.fields import read_json, shown
 from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.checkpoint.storage.links import refuse_link_out, refuse_links_out
 from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.core.kvscheme import LARGEST_SCALE, SMALLEST_SCALE
 from quantkit.errors import NumericsError, SourceError
 
+MOST_CACHE_SCALES = 1 << 24  # bytes of one tensor
 LONGEST_NAME = 255  # bytes of a file's name
 
 # How weight files may be called. The native format has a name of its own, so that plain transformers, which only warns
@@ -116,6 +118,21 @@ class FolderSource:
                 " there is one shard."
             )
         check_claims(self.config, [info.nbytes for info in self._infos.values()], str(path))
+        self._check_cache_scales()
+
+    def _check_cache_scales(self) -> None:
+        """Raise SourceError for scales of a KV cache, written for other engines, that no cache needs."""
+        for name in self.names():
+            if not name.endswith((".k_scale", ".v_scale")):
+                continue
+            if self.info(name).nbytes > MOST_CACHE_SCALES:
+                raise SourceError(f"{self.path}: {name} is too large for a cache's scales. Download it again.")
+            value = self.read(name).float()
+            if not bool(((value >= SMALLEST_SCALE) & (value <= LARGEST_SCALE)).all()):
+                raise SourceError(
+                    f"{self.path}: {name} holds a scale that is not finite, not positive, or that no keys or values"
+                    " need. The file is damaged: download it again."
+                )
 
     def names(self) -> list[str]:
         return list(self._files)

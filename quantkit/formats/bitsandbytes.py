@@ -37,6 +37,10 @@ FOUR_BIT = ("weight", "weight.absmax", "weight.quant_map")
 NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
+# The weights that it packs are float16 at most, or of such a range.
+LARGEST = 65504.0
+
+
 class BitsAndBytes:
     name = "bitsandbytes"
     summary = "NF4, FP4 and LLM.int8 of the bitsandbytes library (read only)"
@@ -81,6 +85,7 @@ def _int8(parts: Mapping[str, Tensor]) -> BlockTensor:
         )
     if int(parts.get("weight_format", torch.tensor(0))) != 0:
         raise CheckpointError("weight_format is not row-major (0). Save the model again with a current bitsandbytes.")
+    _check_numbers("SCB", scales, 0.0, LARGEST)
     raw = {"weight": weight, "SCB": scales}
     shape = (weight.shape[0], weight.shape[1])
     return BlockTensor("llm-int8", raw, shape, _stored_bits(raw), decode_int8)
@@ -93,6 +98,8 @@ def decode_int8(raw: Mapping[str, Tensor]) -> Tensor:
 
 def _four_bit(parts: Mapping[str, Tensor]) -> BlockTensor:
     state_name = next(name for name in parts if name.startswith(STATE))
+    if parts[state_name].dtype != torch.uint8:
+        raise CheckpointError(f"{state_name} is {parts[state_name].dtype}, expected the bytes of a JSON object")
     try:
         state = json.loads(bytes(parts[state_name].to(torch.uint8).tolist()).decode())
         rows, cols = (int(n) for n in state["shape"])
@@ -135,14 +142,29 @@ def _check_state(
     """Raise CheckpointError for sizes that are none, and tables that do not have an entry for every code."""
     if min(sizes) < 1 or (NESTED[0] in raw and nested_block < 1) or not math.isfinite(offset):
         raise CheckpointError(f"{name} says rows, columns and blocks of {[*sizes, nested_block]}, offset {offset}")
+    _check_numbers("weight.quant_map", raw["weight.quant_map"], -1.0, 1.0)
+    if NESTED[0] in raw:
+        _check_numbers(NESTED[0], raw[NESTED[0]], 0.0, LARGEST)
+        _check_numbers(NESTED[1], raw[NESTED[1]], -1.0, 1.0)
+    else:
+        _check_numbers("weight.absmax", raw["weight.absmax"], 0.0, LARGEST)
     if raw["weight.quant_map"].numel() != 16:
         raise CheckpointError(f"weight.quant_map has {raw['weight.quant_map'].numel()} entries, 4 bits name 16")
     if NESTED[0] in raw:
-        absmax, counted = raw["weight.absmax"], raw[NESTED[0]].numel() * nested_block
-        if absmax.dtype != torch.uint8 or raw[NESTED[1]].numel() != 256 or counted < absmax.numel():
+        absmax = raw["weight.absmax"]
+        counted = math.ceil(absmax.numel() / nested_block)
+        if absmax.dtype != torch.uint8 or raw[NESTED[1]].numel() != 256 or counted != raw[NESTED[0]].numel():
             raise CheckpointError(
                 f"{NESTED[0]} and {NESTED[1]} do not hold the {absmax.numel()} scales of weight.absmax ({absmax.dtype})"
             )
+
+
+def _check_numbers(name: str, values: Tensor, low: float, high: float) -> None:
+    """Raise CheckpointError, naming the tensor, for scales or a table that the library does not write."""
+    if not values.is_floating_point():
+        raise CheckpointError(f"{name} is {values.dtype}, expected numbers with a point")
+    if not bool(((values >= low) & (values <= high)).all()):
+        raise CheckpointError(f"{name} holds a value that is not finite, or outside {low:g} to {high:g}")
 
 
 def decode_four_bit(

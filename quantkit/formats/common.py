@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +19,9 @@ from quantkit.formats.interface import Refusal
 _REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
 _OPEN_END = re.compile(r"(?<!\\)[*+]|\{\d*,\}")
 MOST_OPEN_ENDS, MOST_PATTERN = 5, 1 << 20
+# Ways to divide a name among open ends that may be tried: less than a millisecond.
+MOST_WAYS = 50_000
+_VARYING = re.compile(r"[|*+?{([]")  # what may make a piece of a pattern match names of several lengths
 SCALE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -92,4 +97,24 @@ def match_pattern(pattern: str, module: str) -> bool:
             f"the pattern {pattern[:80]!r} repeats a group, or has more than {MOST_OPEN_ENDS} '*' and '+': matching it"
             " could take for ever. Write it simpler."
         )
-    return re.match(pattern, module) is not None
+    rewritten = _without_backtracking(pattern)
+    if rewritten == pattern and math.comb(len(module) + open_ends, open_ends) > MOST_WAYS:
+        raise CheckpointError(
+            f"the pattern {pattern[:80]!r} has {open_ends} '*' and '+', and {module[:80]!r} is long: matching it could"
+            " take for ever. Write it simpler."
+        )
+    return re.match(rewritten, module) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_backtracking(pattern: str) -> str:
+    """Rewrite ``.*A.*B.*C`` so that the first place of A and of B is taken and never given back.
+
+    For pieces of one length each that changes no answer: an earlier place leaves more to those after it. A pattern with
+    other pieces is returned as it is.
+    """
+    first, *rest = pattern.split(".*")
+    if len(rest) < 2 or any(_VARYING.search(piece) or piece.endswith("\\") for piece in (first, *rest)):
+        return pattern
+    taken = [f"(?=(?P<_{n}>.*?{piece}))(?P=_{n})" for n, piece in enumerate(rest[:-1])]
+    return f"{first}{''.join(taken)}.*{rest[-1]}"

@@ -20,7 +20,7 @@ from quantkit.runtime.decode.definition import definition_step
 from quantkit.runtime.decode.states import Stepping, stepping
 from quantkit.runtime.generate.chat_template import chat_text
 from quantkit.runtime.generate.loop import Generation, Piece, run
-from quantkit.runtime.generate.prompts import Messages, as_batch, checked, prompt_ids
+from quantkit.runtime.generate.prompts import Messages, as_batch, check_ids, checked, prompt_ids
 from quantkit.runtime.generate.sampling import GenerationOptions, check_options
 from quantkit.runtime.kernels.cpu_layouts import WIDE, HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
@@ -230,8 +230,9 @@ class Model:
 
         input_ids: int64 ``[batch, tokens]``.
 
-        Raises RequestError beyond the context.
+        Raises RequestError beyond the context, and for ids that are no tokens of the vocabulary.
         """
+        check_ids(input_ids, int(self.module.get_input_embeddings().num_embeddings))
         ids = input_ids.to(self.device)
         if self.context is not None and ids.shape[1] > self.context:
             raise RequestError(

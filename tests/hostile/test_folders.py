@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hostile.limits import Limited
+from safetensors.torch import load_file, save_file
 
 OPEN = "hostile.entries:opened_and_built"
 NAN, INF = float("nan"), float("inf")
@@ -147,3 +149,21 @@ def test_a_header_length_that_lies(length: int, tiny_model: Path, limited: Limit
 def test_a_shard_that_is_none(raw: bytes, tiny_model: Path, limited: Limited) -> None:
     (tiny_model / "model.safetensors").write_bytes(raw)
     limited(OPEN, str(tiny_model)).refused(str(tiny_model))
+
+
+@pytest.mark.parametrize("value", [NAN, INF, 0.0, -1.0, 1e38, 1e-45])
+def test_scales_for_other_engines_that_no_cache_needs(value: float, tiny_model: Path, limited: Limited) -> None:
+    name = "model.layers.0.self_attn.k_scale"
+    file = tiny_model / "model.safetensors"
+    save_file({**load_file(file), name: torch.tensor([value])}, file, metadata={"format": "pt"})
+    limited(OPEN, str(tiny_model)).refused(str(tiny_model), name)
+
+
+@pytest.mark.parametrize("value", [10**6, [1, 328], -1])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_of_the_answer_that_is_no_token(file: str, value: Any, tiny_model: Path, limited: Limited) -> None:
+    if file == "config.json":
+        (tiny_model / "generation_config.json").unlink()
+    edit(tiny_model / "config.json", vocab_size=328)
+    edit(tiny_model / file, eos_token_id=value)
+    limited(OPEN, str(tiny_model)).refused(str(tiny_model / file), "eos_token_id")

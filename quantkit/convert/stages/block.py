@@ -131,6 +131,9 @@ def _stacks(solver: Solver, prefix: str, block: nn.Module, groups: Sequence[Inpu
         for names in by_scheme.values():
             targets = [solver.targets[f"{prefix}.{name}"] for name in names]
             linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
+            for target, linear in zip(targets, linears, strict=True):
+                if not bool(linear.weight.isfinite().all()):
+                    raise NumericsError(f"{target.name}: the weight holds NaN or infinite values. Use a sound model.")
             yield _Stack(names, targets, linears, group)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from quantkit.checkpoint.long_texts import PIECE
 from quantkit.checkpoint.tokenizer import token_ids
 from quantkit.errors import RequestError
@@ -111,3 +113,17 @@ def _kind(value: Any) -> str:
     if value is None:
         return "None"
     return "a number" if isinstance(value, (int, float)) else f"of type {type(value).__name__}"
+
+
+def check_ids(input_ids: Tensor, rows: int) -> None:
+    """Raise RequestError for ids that are no tokens; torch would fail on some, and take -1 for the last one.
+
+    input_ids: int64, any shape. rows: of the embedding.
+    """
+    if not input_ids.numel():
+        return
+    low, high = (int(end) for end in input_ids.aminmax())
+    if low < 0 or high >= rows:
+        raise RequestError(
+            f"input_ids run from {low} to {high}; the model has tokens 0 to {rows - 1}. Use the ids of its tokenizer."
+        )

@@ -116,6 +116,15 @@ def test_a_weight_that_cannot_be_quantized_is_named() -> None:
         quantize_block(solver(layer, "rtn"), PREFIX, layer.block, groups_of(layer), BlockResult())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
+    layer = first_block()
+    with torch.no_grad():
+        layer.block.get_parameter("mlp.up_proj.weight")[3, 5] = value
+    with pytest.raises(NumericsError, match=r"^model\.layers\.0\.mlp\.up_proj: the weight holds NaN or infinite"):
+        quantize_block(solver(layer, "rtn"), PREFIX, layer.block, groups_of(layer), BlockResult())
+
+
 def test_int8_activations_are_rounded_in_front_of_the_quantized_linears_only() -> None:
     layer = first_block()
     of = solver(layer, "rtn", left_out="mlp.down_proj")

@@ -152,3 +152,47 @@ def test_what_the_library_writes_is_decoded_as_the_library_decodes_it(kind, shap
             return
     # 4 bits: the library rounds its result to float16, the weight's dtype
     torch.testing.assert_close(decoded, expected.float(), rtol=1e-3, atol=1e-6)
+
+
+def int8_parts() -> dict[str, torch.Tensor]:
+    return {
+        "weight": torch.ones(4, 64, dtype=torch.int8), "SCB": torch.ones(4), "weight_format": torch.tensor(0),
+    }  # fmt: skip
+
+
+def nested_parts() -> dict[str, torch.Tensor]:
+    """As nf4_parts, with double quantization."""
+    fields = {"quant_type": "nf4", "blocksize": 64, "shape": [2, 64], "nested_blocksize": 256, "nested_offset": 5.0}
+    return nf4_parts() | {
+        "weight.absmax": torch.tensor([0, 255], dtype=torch.uint8),
+        "weight.nested_absmax": torch.tensor([4.0]),
+        "weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        "weight.quant_state.bitsandbytes__nf4": state(**fields),
+    }
+
+
+PARTS = {"nf4": nf4_parts, "nested": nested_parts, "int8": int8_parts}
+FLIPS = [(kind, name) for kind, made in PARTS.items() for name in made() if name != "weight_format"]
+
+
+@pytest.mark.parametrize(("kind", "name"), FLIPS)
+def test_a_part_of_another_shape_or_dtype_is_refused(kind, name):
+    changes = [lambda t: t[:-1], lambda t: torch.cat([t, t]), lambda t: t.to(torch.int16), lambda t: t[:0]]
+    for change in changes:
+        parts = PARTS[kind]()
+        parts[name] = change(parts[name])
+        with pytest.raises(CheckpointError):
+            BitsAndBytes.read_module("x", parts, {})
+
+
+SCALES = [(kind, name) for kind, name in FLIPS if PARTS[kind]()[name].is_floating_point()]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38, -1e38])
+@pytest.mark.parametrize(("kind", "name"), SCALES)
+def test_a_scale_that_the_library_never_stores_is_refused(kind, name, value):
+    parts = PARTS[kind]()
+    parts[name] = parts[name].clone()
+    parts[name][-1] = value
+    with pytest.raises(CheckpointError, match=name.removeprefix("weight.")):
+        BitsAndBytes.read_module("x", parts, {})

@@ -185,6 +185,14 @@ def test_what_does_not_fit_the_context_is_refused_with_the_room_left(make: Make)
         model.generate("")
 
 
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_ids_that_are_no_tokens_are_refused(make: Make, wrong: int) -> None:
+    ids = random_ids(5)
+    ids[0, 2] = wrong
+    with pytest.raises(RequestError, match=rf"input_ids run from .*{wrong}"):
+        make("llama")(ids)
+
+
 def test_requests_that_contradict_themselves_are_refused(make: Make) -> None:
     model = make("llama")
     with pytest.raises(RequestError, match="either options or keywords"):
