@@ -8,6 +8,7 @@ At least one layer of every kind stays. What must fit each other in a way that n
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,11 +21,13 @@ GROUPS = ("causal", "image-text")
 VOCAB = 256
 LAYER_COUNTS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "depth", "num_decoder_layers", "layers",
-    "num_blocks",
+        "num_blocks",
+    "encoder_layers",
 )  # fmt: skip
-OTHER_COUNTS = ("encoder_layers", "num_encoder_layers", "conf_num_hidden_layers")
+OTHER_COUNTS = ("num_encoder_layers", "conf_num_hidden_layers")
 TOKEN_IDS = ("_token_id", "_token_index", "_start_id", "_end_id", "_newline_id", "_patch_id")
-PARTS = ("encoder", "decoder")  # of a config, beside those that end with _config
+NAMED_LAYERS = re.compile(r"layers$|layer_ids$|layer_idx$|indices$|indexes$")  # lists of numbers of layers
+PARTS = ("encoder", "decoder", "text_encoder", "audio_encoder")  # of a config, beside those that end with _config
 
 # What a number becomes if it is larger: the first pattern that is the whole key.
 SIZES: list[tuple[re.Pattern[str], int]] = [
@@ -63,7 +66,7 @@ SIZES: list[tuple[re.Pattern[str], int]] = [
         (r"(q|kv|o)_lora_rank", 32),
         (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
         (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
-        (r"n_group|topk_group", 1),
+        (r"n_group|topk_group|num_expert_group", 1),
         (
             r"max_position_embeddings|n_positions|max_seq_len|seq_length|n_ctx|model_max_length|context_length"
             r"|original_max_position_embeddings",
@@ -80,6 +83,13 @@ SIZES: list[tuple[re.Pattern[str], int]] = [
         (r"hidden_size_per_layer_input", 16),
         (r"ngram_vocab_size_base", 97),
         (r"split_ngram_parts", 2),
+        (r"projector_hidden_size|projection_intermediate_size|alignment_intermediate_size|adapter_input_size", 64),
+        (r"nemo_conv_channels|ext_pw_out_channel|depthwise_separable_out_channel", 32),
+        (r"output_channels|downsample_channels|num_embeddings|codebook_size|max_img_size", 64),
+        (r"base_channels|latent_channels|max_image_size", 32),
+        (r"downsample_hidden_size|hidden_sizes", 16),
+        (r"max_vit_seq_len", 256),
+        (r"encoder_hash_byte_group_vocab", 64),
     )
 ]
 
@@ -152,7 +162,9 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
     """A smaller config of the same type: every kind of layer, sizes by the names of their keys."""
     small = _fewer_layers(config)
     for key, value in list(small.items()):
-        if isinstance(value, dict) and (key.endswith("_config") or key in PARTS):
+        if key == "per_layer_config":
+            continue
+        if _is_part(key, value):
             small[key] = shrunk(value)
         elif isinstance(value, dict) and key in ("rope_parameters", "rope_scaling"):
             small[key] = _shrunk_rope(value)
@@ -160,8 +172,12 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = _token_id(key, value)
         else:
             small[key] = _smaller(key, value)
-    small.pop("per_layer_config", None)  # made anew from the other fields
     return small
+
+
+def _is_part(key: str, value: Any) -> bool:
+    """Whether a field is a config of its own: of a tower, the language model."""
+    return isinstance(value, dict) and key != "per_layer_config" and (key.endswith("_config") or key in PARTS)
 
 
 def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,21 +187,40 @@ def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     if counted is None:
         return small
     count = config[counted]
-    lists = [
-        key
-        for key, value in config.items()
-        if isinstance(value, (list, tuple)) and len(value) == count and key != "architectures"
-    ]
+    lists = {key: value for key, value in config.items() if isinstance(value, (list, tuple)) and key != "architectures"}
+    named = {key: value for key, value in lists.items() if NAMED_LAYERS.search(key) and _are_indices(value, count)}
+    described = {key: value for key, value in lists.items() if len(value) == count and key not in named}
+    apart = {int(index): fields for index, fields in (config.get("per_layer_config") or {}).items()}
     kinds: dict[str, int] = {}
     for index in range(count):
-        kinds.setdefault(repr([config[key][index] for key in lists]), index)
+        marks = [value[index] for value in described.values()] + [index in value for value in named.values()]
+        marks.append(apart.get(index))
+        kinds.setdefault(repr(marks), index)
     chosen = sorted({*kinds.values(), *range(min(count, 2))})
-    for key in lists:
-        small[key] = [config[key][index] for index in chosen]
+    small.update({key: [value[index] for index in chosen] for key, value in described.items()})
+    small.update({key: [chosen.index(each) for each in value if each in chosen] for key, value in named.items()})
+    if apart:
+        small["per_layer_config"] = {new: _one_layer(apart[old]) for new, old in enumerate(chosen) if old in apart}
     for key in (*LAYER_COUNTS, *OTHER_COUNTS):
         if isinstance(config.get(key), int) and config[key] > 0:
             small[key] = len(chosen)
     return small
+
+
+def _one_layer(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What one layer has for itself; heads stay as many for keys as for queries if they were."""
+    small = shrunk(fields)
+    if "num_attention_heads" in fields and fields["num_attention_heads"] == fields.get("num_key_value_heads"):
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    if "head_dim" in fields and "qk_nope_head_dim" in fields:
+        small["head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    return small
+
+
+def _are_indices(value: list[Any] | tuple[Any, ...], count: int) -> bool:
+    """Whether a list holds numbers of layers in ascending order."""
+    whole = all(type(entry) is int and 0 <= entry < count for entry in value)
+    return whole and all(a < b for a, b in itertools.pairwise(value))
 
 
 def _token_id(key: str, value: Any) -> Any:
@@ -222,7 +257,8 @@ def _shrunk_rope(entry: Mapping[str, Any]) -> dict[str, Any]:
 def _fitting(small: dict[str, Any]) -> dict[str, Any]:
     """Sizes that follow from others: heads of latent attention, sections of a rotary table for images."""
     if isinstance(small.get("qk_rope_head_dim"), int) and isinstance(small.get("qk_nope_head_dim"), int):
-        small.update(qk_nope_head_dim=16, qk_rope_head_dim=8, qk_head_dim=24, v_head_dim=16)
+        turned = min(8, small["qk_rope_head_dim"])
+        small.update(qk_nope_head_dim=16, qk_rope_head_dim=turned, qk_head_dim=16 + turned, v_head_dim=16)
         if small.get("head_dim"):
             small["head_dim"] = 8
     width, heads = small.get("hidden_size"), small.get("num_attention_heads")
@@ -231,7 +267,7 @@ def _fitting(small: dict[str, Any]) -> dict[str, Any]:
         if isinstance(small.get(key), dict) and isinstance(head, int):
             _fit_sections(small[key], head, small.get("partial_rotary_factor"))
     for key, value in small.items():
-        if isinstance(value, dict) and (key.endswith("_config") or key in PARTS):
+        if _is_part(key, value):
             _fitting(value)
     return small
 
