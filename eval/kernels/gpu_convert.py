@@ -51,7 +51,7 @@ LLAMA_8B = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab":
 TINY = {"hidden": 64, "inner": 128, "heads": 4, "kv_heads": 2, "vocab": 300, "layers": 4}
 # (stage, module, name): what is timed. A stage inside another is part of it.
 STAGES = (
-    ("load", "quantkit.model.skeleton", "Weights.load"),
+    ("load", "quantkit.model.weights", "Weights.load"),
     ("groups", "quantkit.convert.run", "input_groups"),
     ("observe", "quantkit.convert.run", "observe_block"),
     ("observe: hessian", "quantkit.calibrate.stats", "Hessian.add"),

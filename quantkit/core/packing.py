@@ -66,7 +66,7 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
     if bits in (4, 8):
         # int32 is little-endian on every platform that torch has wheels for
         # as one row: a tensor with one column may keep any stride there, contiguous or not
-        pairs = words.reshape(-1).view(torch.uint8).reshape(rows, -1) if rows else words.to(torch.uint8)
+        pairs = words.reshape(-1).view(torch.uint8).reshape(rows, 4 * words.shape[1])
         fields = pairs if bits == 8 else torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
         return fields[:, :cols].contiguous()
     if 32 % bits == 0:
