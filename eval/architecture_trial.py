@@ -28,7 +28,9 @@ PROMPTS = (7, 11)  # tokens
 GROUP = 32
 UNKNOWN, PADDING = "<unknown>", "<padding>"
 CALIBRATION = dict(samples=2, seq_len=48)
-ENDS = ("passed", "refused", "crashed", "wrong", "not built", "not on text", "needs a package")
+ENDS = (
+    "passed", "all but the check", "refused", "crashed", "wrong", "not built", "not on text", "needs a package",
+)  # fmt: skip
 
 
 class Wrong(AssertionError):
@@ -36,9 +38,10 @@ class Wrong(AssertionError):
 
 
 def trial(kind: Kind) -> dict[str, Any]:
-    """How one type ends: ``end`` is one of ENDS; else than passed with ``stage``, ``message`` and where it stopped."""
-    from quantkit.errors import QuantkitError
+    """How one type ends: ``end`` is one of ENDS; else than passed with ``stage``, ``message`` and where it stopped.
 
+    ``check`` is there, with the same three, if ``inspect --check`` would fail; what a conversion does is tried anyway.
+    """
     reason = why_not_on_text(kind)
     if reason:
         return {"end": "not on text", "message": reason}
@@ -48,23 +51,21 @@ def trial(kind: Kind) -> dict[str, Any]:
             for name, run in stages.all(Path(folder)):
                 stages.now = name
                 run()
-        except QuantkitError as error:
-            return {
-                **stages.found,
-                "end": "refused",
-                "stage": stages.now,
-                "message": first_line(error),
-                "at": place(error),
-            }
-        except Wrong as error:
-            return {**stages.found, "end": "wrong", "stage": stages.now, "message": first_line(error)}
-        except ImportError as error:
-            end = "needs a package" if stages.now == "build" else "crashed"
-            return {**stages.found, "end": end, "stage": stages.now, "message": first_line(error), "at": place(error)}
         except BaseException as error:  # what it raises is the result
-            end = "not built" if stages.now == "build" else "crashed"
-            return {**stages.found, "end": end, "stage": stages.now, "message": first_line(error), "at": place(error)}
-    return {**stages.found, "end": "passed"}
+            return {**stages.found, **ended(error, stages.now), "stage": stages.now}
+    return {**stages.found, "end": "all but the check" if "check" in stages.found else "passed"}
+
+
+def ended(error: BaseException, stage: str) -> dict[str, Any]:
+    """How a stage that raised ends, what it said and where it stopped."""
+    from quantkit.errors import QuantkitError
+
+    if isinstance(error, Wrong):
+        return {"end": "wrong", "message": first_line(error)}
+    end = "refused" if isinstance(error, QuantkitError) else "crashed"
+    if stage == "build":
+        end = "needs a package" if isinstance(error, ImportError) else "not built"
+    return {"end": end, "message": first_line(error), "at": place(error)}
 
 
 class Stages:
@@ -86,6 +87,7 @@ class Stages:
             ("build", self.build),
             ("save", lambda: self.save(source)),
             ("inspect", lambda: self.inspect(source)),
+            ("check", lambda: self.check(source)),
             ("load", lambda: self.load(source)),
             ("rtn", lambda: self.convert(source, folder / "rtn", "rtn")),
             ("rtn, read back", lambda: self.compare(source, folder / "rtn", dequantize=True)),
@@ -109,7 +111,21 @@ class Stages:
     def inspect(self, source: Path) -> None:
         from quantkit.cli.inspect import command
 
-        command.main([str(source), "--check"], standalone_mode=False)
+        command.main([str(source)], standalone_mode=False)
+
+    def check(self, source: Path) -> None:
+        """What ``inspect --check`` proves. A failure is kept apart, as a conversion does not need the proof."""
+        from quantkit.checkpoint.open import open_source
+        from quantkit.model.check import check_model
+
+        try:
+            proof = check_model(open_source(source).config)
+            if not proof.difference <= ROUNDING:
+                raise Wrong(f"stepping its twin differs from its own forward by {proof.difference:.1e}")
+        except TimeoutError:
+            raise
+        except BaseException as error:  # what it raises is the result
+            self.found["check"] = ended(error, self.now)
 
     def load(self, source: Path) -> None:
         import quantkit

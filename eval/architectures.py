@@ -3,12 +3,14 @@
 
     python eval/architectures.py                       # all, 20 minutes on one core; writes result and table
     python eval/architectures.py --only qwen3_next,image-text:gemma3    # these, printed; the others' results stay
+    python eval/architectures.py --shard 0/4           # every fourth, from the first; the others' results stay
     python eval/architectures.py --print               # the same without writing
+    python eval/architectures.py --out FILE            # the result to a file of its own, and no table
     python eval/architectures.py --table               # the table of docs/architectures.md from the result
 
-A type passes if ``inspect --check``, ``convert`` with rtn and gptq, ``load`` and ``generate`` work, the logits of the
-original are transformers' own, those of the converted folder are what transformers computes with the dequantized
-weights, and 8 greedy tokens are those that transformers generates.
+A type passes if ``inspect``, its ``--check``, ``convert`` with rtn and gptq, ``load`` and ``generate`` work, the logits
+of the original are transformers' own, those of the converted folder are what transformers computes with the
+dequantized weights, and 8 greedy tokens are those that transformers generates. If only ``--check`` fails, it says so.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ BEGIN, END = "<!-- types: begin -->", "<!-- types: end -->"
 SECONDS = 60  # of processor time for one type: a busy machine must not fail what waits for its turn
 PATIENCE = 10  # of the clock, for one second of processor time
 MEMORY = 6 << 30  # bytes of addresses that one type may take beyond what the imports did
-NOT_OURS = ("not on text", "needs a package")
 
 
 def trial_in_child(kind: Any, seconds: int = SECONDS, memory: int = MEMORY) -> dict[str, Any]:
@@ -134,7 +135,8 @@ def environment() -> dict[str, Any]:
 def line(name: str, result: dict[str, Any]) -> str:
     """One type for people."""
     detail = " | ".join(str(result[key]) for key in ("stage", "message", "at") if result.get(key))
-    return f"{result['end']:<16}{name:<36}{result.get('seconds', 0):5.1f} s  {detail}".rstrip()
+    check = f"check: {result['check']['message']}" if "check" in result else ""
+    return f"{result['end']:<18}{name:<36}{result.get('seconds', 0):5.1f} s  {detail} {check}".rstrip()
 
 
 def summary(types: dict[str, dict[str, Any]]) -> str:
@@ -143,7 +145,7 @@ def summary(types: dict[str, dict[str, Any]]) -> str:
     for group in ("causal", "image-text"):
         ends = Counter(result["end"] for name, result in types.items() if name.startswith(f"{group}:"))
         others = ", ".join(f"{count} {end}" for end, count in ends.most_common() if end != "passed")
-        parts.append(f"{group}: {ends['passed']} of {ends.total()} pass" + (f" ({others})" if others else ""))
+        parts.append(f"{ends['passed']} of {ends.total()} {group}" + (f" ({others})" if others else ""))
     return "; ".join(parts)
 
 
@@ -151,25 +153,28 @@ def table(data: dict[str, Any]) -> str:
     """Everything between the markers of docs/architectures.md."""
     versions, types = data["versions"], data["types"]
     lines = [
-        f"Measured with transformers {versions['transformers']}, torch {versions['torch']} ({summary(types)}).",
+        f"With transformers {versions['transformers']}, torch {versions['torch']}, these pass: {summary(types)}.",
         "",
         *(_passing(group, types) for group in ("causal", "image-text")),
-        "| type | ends | at | because |",
-        "|---|---|---|---|",
+        "| type | ends | at | because | check |",
+        "|---|---|---|---|---|",
     ]
     for name, result in sorted(types.items(), key=lambda entry: (entry[1]["end"], entry[0])):
         if result["end"] != "passed":
-            message = str(result.get("message", "")).replace("|", "\\|")
-            lines.append(f"| {name} | {result['end']} | {result.get('stage', '')} | {message[:200]} |")
+            cells = (name, result["end"], result.get("stage", ""), _cell(result), _cell(result.get("check", {})))
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _cell(result: dict[str, Any]) -> str:
+    """A message that does not end its cell."""
+    return str(result.get("message", "")).replace("|", "\\|")[:200]
+
+
 def _passing(group: str, types: dict[str, dict[str, Any]]) -> str:
-    names = [name.partition(":")[2] for name, result in types.items() if result["end"] == "passed"]
-    named = [
-        name.partition(":")[2] for name, r in types.items() if r["end"] == "passed" and name.startswith(f"{group}:")
-    ]
-    return f"Pass, {group} ({len(named)}): {', '.join(named)}.\n" if names else ""
+    start = f"{group}:"
+    names = [name.removeprefix(start) for name, r in types.items() if name.startswith(start) and r["end"] == "passed"]
+    return f"Pass, {group} ({len(names)}): {', '.join(names)}.\n" if names else ""
 
 
 def write_page(data: dict[str, Any], page: Path = PAGE) -> None:
@@ -190,10 +195,31 @@ def run(kinds: Iterable[Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+def shard(kinds: list[Any], part: str | None) -> list[Any]:
+    """Those that ``--shard i/n`` names: every n-th, from the i-th."""
+    if part is None:
+        return kinds
+    first, _, step = part.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and int(first) < int(step)):
+        raise SystemExit(f"--shard: {part} is not i/n, as 0/4 for the first of four")
+    return kinds[int(first) :: int(step)]
+
+
+def merged(found: dict[str, dict[str, Any]], path: Path) -> dict[str, Any]:
+    """What a result file holds with these types tried anew. Those that transformers lost are dropped."""
+    from tiny_models import all_kinds
+
+    old = json.loads(path.read_text(encoding="utf-8"))["types"] if path.exists() else {}
+    types = {**old, **found}
+    return {**environment(), "types": {name: types[name] for name in sorted(map(str, all_kinds())) if name in types}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="types, or group:type, with commas")
+    parser.add_argument("--shard", help="i/n: every n-th type, from the i-th")
     parser.add_argument("--print", action="store_true", dest="only_print", help="write nothing")
+    parser.add_argument("--out", type=Path, help="another result file; the page stays")
     parser.add_argument("--table", action="store_true", help="only make the page from the result again")
     arguments = parser.parse_args()
     if arguments.table:
@@ -201,14 +227,15 @@ def main() -> None:
         return
     with contextlib.suppress(OSError):
         os.nice(10)
-    found = run(chosen(arguments.only))
+    found = run(shard(chosen(arguments.only), arguments.shard))
     print(summary(found))
     if arguments.only_print:
         return
-    types = json.loads(RESULT.read_text(encoding="utf-8"))["types"] if arguments.only and RESULT.exists() else {}
-    data = {**environment(), "types": dict(sorted({**types, **found}.items()))}
-    RESULT.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    write_page(data)
+    path = arguments.out or RESULT
+    data = merged(found, path)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if path == RESULT:
+        write_page(data)
 
 
 if __name__ == "__main__":
