@@ -93,7 +93,7 @@ class Stages:
             ("rtn, read back", lambda: self.compare(source, folder / "rtn", dequantize=True)),
             ("gptq", lambda: self.convert(source, folder / "gptq", "gptq")),
             ("gptq, packed", lambda: self.compare(source, folder / "gptq", dequantize=False)),
-            ("generate", self.generate),
+            ("generate", lambda: self.generate(source)),
         ]
 
     @torch.no_grad()
@@ -166,7 +166,11 @@ class Stages:
         return quantkit.load(out, dtype="float32", device="cpu", dequantize=True)(self.ids)
 
     @torch.no_grad()
-    def generate(self) -> None:
+    def generate(self, source: Path) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        # some types insist on a tokenizer of their own, which splits the numbers into digits
+        self.loaded.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"))
         prompts = [self.ids[row, :length].tolist() for row, length in enumerate(PROMPTS)]
         texts = [" ".join(map(str, prompt)) for prompt in prompts]
         answers = self.loaded.generate(texts, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
