@@ -20,10 +20,10 @@ BOTH_WAYS = (
     "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod", "reformer",
 )  # fmt: skip
 LATENT = (
-    "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite",
+    "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite",
     "glm_moe_dsa", "kimi_linear", "longcat_flash", "minicpm3", "mistral4", "youtu",
 )  # fmt: skip
-LATENT_PARTS = ("dots3_note", "glm5_next", "kimi_k25", "mistral_large4")
+LATENT_PARTS = ("glm5_next", "kimi_k25", "mistral_large4")
 SECTIONED = ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl")
 
 _NO_HEAD_DIM = {"head_dim": 16}
@@ -34,6 +34,12 @@ _INDEXER = {
 }  # fmt: skip
 _CHOICE = {"num_experts_per_tok": 2}
 _LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+_SLIDING = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 24}
+_DOTS3 = {
+    **EVERY_HEAD,
+    "head_dim": 32,
+    "per_layer_config": {2: _SLIDING},
+}  # a sliding head: 24 numbers, and 8 that turn
 _COMPASS = {"full_attention": _sections(3, 3, 2)}
 
 
@@ -62,6 +68,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config.sam_config.global_attn_indexes": [1],
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, **_CHOICE},
+    "dots3_note": _inside("text_config", _DOTS3),
+    "dots3_note_text": _DOTS3,
     "electra": {"is_decoder": True, "embedding_size": 48},
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "ernie4_5_vl_moe": {"text_config.rope_parameters": _sections(3, 3, 2)},
