@@ -16,7 +16,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[dev,gguf,bnb]'
+	$(BIN)/python -m pip install --quiet -e '.[dev,gguf,bnb,images]'
 	$(if $(CPU_EXTRA),$(BIN)/python -m pip install --quiet --only-binary :all: $(CPU_EXTRA),@echo "CPU_EXTRA is empty: the tests of the CPU kernels are skipped")
 	@touch $@
 

@@ -187,7 +187,7 @@ def _from_folder(path: Path) -> PreTrainedTokenizerFast:
                 f"{path / CONFIG}: names code of the folder as its tokenizer (auto_map), which is not run, and there is"
                 " no tokenizer.json, which would do without. Take a folder of the model that has one, or a GGUF file."
             )
-    with _library_errors(path, "loaded"):
+    with library_errors(path, "loaded"):
         tokenizer: Any = reader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     _check_loaded(tokenizer, path)
     return cast("PreTrainedTokenizerFast", tokenizer)
@@ -219,10 +219,13 @@ def _check_files(path: Path) -> None:
 
 
 @contextmanager
-def _library_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn errors of the tokenizer libraries into SourceError.
+def library_errors(path: Path, what: str, part: str = "tokenizer") -> Iterator[None]:
+    """Turn errors of the libraries that read tokenizers and processors into SourceError.
 
-    They raise whatever their parsers raise: json, tokenizers, KeyError, and a panic of Rust code, no Exception.
+    They raise whatever their parsers raise: json, tokenizers, KeyError, and a panic of Rust code, no Exception. A
+    library that is missing (ImportError) is for the caller to name.
+
+    path: the model. what: what could not be done. part: of what.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -231,12 +234,14 @@ def _library_errors(path: Path, what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        if isinstance(error, ImportError) and part != "tokenizer":
+            raise
         if isinstance(error, StrictDataclassError):  # transformers reads the model's config beside the tokenizer's
             said = refused_field(error, read_json(path / "config.json"))
             raise SourceError(f"{path / 'config.json'}: {said}. Correct it, or download it again.") from error
         raise SourceError(
-            f"{path}: the tokenizer cannot be {what} ({type(error).__name__}: {' '.join(str(error)[:300].split())}). "
-            "Download the tokenizer files again; tokenizers that bring code of their own are not run."
+            f"{path}: the {part} cannot be {what} ({type(error).__name__}: {' '.join(str(error)[:300].split())}). "
+            f"Download the {part} files again; {part}s that bring code of their own are not run."
         ) from error
 
 
@@ -256,7 +261,7 @@ def _check_loaded(tokenizer: Any, path: Path) -> None:
                 f" {MOST_GROWTH} times as long. Download it again."
             )
     ids = token_ids(tokenizer, ENGLISH, special=True)
-    with _library_errors(path, "used"):
+    with library_errors(path, "used"):
         tokenizer.decode(ids)
     if len(ids) > MOST_TOKENS * len(ENGLISH):
         raise SourceError(
@@ -286,7 +291,7 @@ def token_ids(tokenizer: Any, text: str, *, special: bool = False, most: int | N
     """
     if len(text) <= PIECE or not tokenizer.is_fast:
         # verbose=False: that the text is longer than the model's context is for the caller to judge
-        with _library_errors(_name(tokenizer), "used on this text"):
+        with library_errors(_name(tokenizer), "used on this text"):
             ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
     before, after = _around(tokenizer) if special else ([], [])
@@ -304,7 +309,7 @@ def long_text_ids(tokenizer: Any, text: str, most: int | None = None) -> NDArray
         return np.array(token_ids(tokenizer, text), dtype=np.int32)[:most]
 
     def encode(part: str) -> Encoding:
-        with _library_errors(_name(tokenizer), "used on this text"):
+        with library_errors(_name(tokenizer), "used on this text"):
             encoded = tokenizer(part, add_special_tokens=False, verbose=False)
         encoding: Encoding = encoded.encodings[0]
         return encoding

@@ -19,6 +19,10 @@ LOADING = ("device", "dtype", "kv_bits", "kv_scales", "head_bits")  # options of
 @click.command(cls=GroupedCommand)
 @click.argument("model")
 @grouped("Text", "--prompt", required=True, help="Text to continue; '-' reads it from standard input.")
+@grouped(
+    "Text", "--image", "images", multiple=True, metavar="FILE",
+    help="Image that the prompt is about (repeatable); for models with vision.",
+)  # fmt: skip
 @grouped("Text", "--chat", is_flag=True, help="Put the prompt into the model's chat template.")
 @grouped("Text", "--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
 @grouped("Text", "--stop", multiple=True, help="String that ends the text (repeatable); not printed.")
@@ -53,11 +57,14 @@ LOADING = ("device", "dtype", "kv_bits", "kv_scales", "head_bits")  # options of
 @grouped("Running", "--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
 @grouped("Running", "--deterministic", is_flag=True, help="The same text as this prompt gets in any batch.")
 @grouped("Running", "--no-graphs", is_flag=True, help="GPU: launch decode steps kernel by kernel, not as CUDA graphs.")
-def command(*, model: str, prompt: str, stream: bool, no_graphs: bool, as_json: bool, **given: Any) -> None:
+def command(
+    *, model: str, prompt: str, images: tuple[str, ...], stream: bool, no_graphs: bool, as_json: bool, **given: Any
+) -> None:
     """Generate text with MODEL: a folder, a .gguf file, a hub id (org/name), or a name that `quantkit fetch` knows.
     Timings go to stderr.
     """
     from quantkit.runtime.generate.sampling import GenerationOptions
+    from quantkit.runtime.images.files import read_image
     from quantkit.runtime.load import load
 
     loading = {name: given.pop(name) for name in LOADING}
@@ -66,13 +73,14 @@ def command(*, model: str, prompt: str, stream: bool, no_graphs: bool, as_json: 
         prompt = _read_prompt()
     if not prompt:
         raise RequestError("--prompt: the prompt is empty. Give some text.")
+    seen = [read_image(file) for file in images]
     start = time.perf_counter()
     loaded = load(model, graphs=not no_graphs, **loading)
     load_seconds = time.perf_counter() - start
     if stream and not as_json:
-        result = _print_stream(loaded.stream(prompt, wanted))
+        result = _print_stream(loaded.stream(prompt, wanted, images=seen))
     else:
-        result = loaded.generate(prompt, wanted)
+        result = loaded.generate(prompt, wanted, images=seen)
         if not as_json:
             click.echo(result.text)
     if as_json:

@@ -20,6 +20,7 @@ from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.end_tokens import end_tokens
 from quantkit.model.skeleton import build_skeleton
+from quantkit.runtime.images.processor import load_processor
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kv_cache.choose import kv_plan, tell_of_foreign_scales
 from quantkit.runtime.layers.build import fill
@@ -80,8 +81,8 @@ def load(
     _finish_layers(module, where, number, dequantize, kernel, head_bits, keep_dense)
     tokenizer = partial(_tokenizer, source)
     return Model(
-        module, source.config, device=where, dtype=number, read_tokenizer=tokenizer, end_tokens=ends, kv_plan=plan,
-        graphs=graphs,
+        module, source.config, device=where, dtype=number, read_tokenizer=tokenizer,
+        read_processor=partial(load_processor, source), path=source.path, end_tokens=ends, kv_plan=plan, graphs=graphs,
     )  # fmt: skip
 
 

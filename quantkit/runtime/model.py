@@ -5,23 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.core.host import available_bytes, size_text
 from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
-from quantkit.errors import QuantkitWarning, RequestError
+from quantkit.errors import QuantkitWarning, RequestError, UnsupportedModel
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
 from quantkit.model.language import text_config, trunk
 from quantkit.runtime.decode.definition import definition_step
 from quantkit.runtime.decode.states import Stepping, stepping
-from quantkit.runtime.generate.chat_template import chat_text
 from quantkit.runtime.generate.loop import Generation, Piece, run
-from quantkit.runtime.generate.prompts import Messages, as_batch, check_ids, checked, prompt_ids
-from quantkit.runtime.generate.sampling import GenerationOptions, check_options
+from quantkit.runtime.generate.prefill import Beside
+from quantkit.runtime.generate.prompts import Messages, as_batch, check_ids, checked
+from quantkit.runtime.generate.sampling import GenerationOptions
+from quantkit.runtime.images.step import step_after_images, step_with_images
 from quantkit.runtime.kernels.cpu_layouts import WIDE, HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.layer_kinds import layer_kinds
@@ -30,6 +31,7 @@ from quantkit.runtime.kv_cache.transformers_cache import layer_specs, transforme
 from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.head import head_only
 from quantkit.runtime.layers.linear import QuantLinear
+from quantkit.runtime.requests import Images, encoded, requests
 
 
 class Model:
@@ -37,6 +39,7 @@ class Model:
 
     module: the transformers model with packed linears.
     config: the content of config.json.
+    path: of its folder or file.
     tokenizer: read on first use.
     kv_plan: how the cache is kept.
     dtype: of activations.
@@ -53,6 +56,8 @@ class Model:
         device: torch.device,
         dtype: torch.dtype,
         read_tokenizer: Callable[[], Any],
+        read_processor: Callable[[Any], Any] | None = None,
+        path: Path = Path("model"),
         end_tokens: Sequence[int] = (),
         kv_plan: KVPlan | None = None,
         fast_step: bool = True,
@@ -62,7 +67,7 @@ class Model:
         self.device, self.dtype = device, dtype
         self.kv_plan = kv_plan or KVPlan()
         self.end_tokens = tuple(end_tokens)
-        self._read_tokenizer = read_tokenizer
+        self._read_tokenizer, self._read_processor, self.path = read_tokenizer, read_processor, path
         self._kinds = layer_kinds(module)
         self._specs = layer_specs(module, self.kv_plan, dtype, device)
         self._head = head_only(module)
@@ -72,6 +77,13 @@ class Model:
     def tokenizer(self) -> Any:
         """The tokenizer stored with the model."""
         return self._read_tokenizer()
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor stored with a model that reads images. Raises UnsupportedModel for another."""
+        if self._read_processor is None:
+            raise UnsupportedModel(f"{self.path}: was loaded without its processor, which reads images.")
+        return self._read_processor(self.tokenizer)
 
     @cached_property
     def fast_step(self) -> Any:
@@ -206,7 +218,9 @@ class Model:
         """How tokens are stepped over the cache, found on a twin where it is not known."""
         return stepping(self.module, self.config, quantized=self.kv_plan.quantized)
 
-    def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
+    def step(
+        self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None, beside: Beside | None = None
+    ) -> Tensor:
         """Run tokens over a cache, appending to it, by the fast step where there is one.
 
         Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
@@ -214,8 +228,13 @@ class Model:
         ids: int64 ``[batch, tokens]``.
         cache: as ``transformers_cache`` returns it.
         counts: how many of the tokens, the last ones, each sequence has (the others are padding); None: all.
+        beside: images that stand among these tokens, of one sequence.
         """
         paged = cache.paged
+        if beside:
+            return step_with_images(self.module, ids, cache, beside)
+        if paged.remembered:
+            return step_after_images(self.module, ids, cache)
         if ids.shape[1] == 1 and paged.length and counts is None and not self.alone and self.fast_step is not None:
             quick: Tensor | None = self.fast_step(ids, paged)
             if quick is not None:
@@ -261,6 +280,8 @@ class Model:
         self,
         prompt: str | Sequence[str] | Messages | Sequence[Messages],
         options: GenerationOptions | Sequence[GenerationOptions] | None = None,
+        *,
+        images: Images | Sequence[Images] = (),
         **overrides: Any,
     ) -> Any:
         """Continue a prompt, or a batch of them.
@@ -269,19 +290,21 @@ class Model:
 
         prompt: text, or chat messages (``[{"role": "user", "content": "..."}]``), or a list of either.
         options: one for all, or one per prompt.
+        images: files or ``PIL.Image`` that the prompt is about; for a list of prompts, a list of them for each.
         overrides: fields of the options as keywords: ``generate("Once", max_tokens=32)``.
 
-        Raises RequestError for a bad option or a prompt beyond the context.
+        Raises RequestError for a bad option or a prompt beyond the context, UnsupportedModel for images that the model
+        does not read.
         """
         prompts, single = as_batch(prompt)
         done: dict[int, Generation] = {}
-        for piece in self._run(prompts, options, overrides):
+        for piece in self._run(prompts, options, overrides, [images] if single and images else images):
             if piece.done is not None:
                 done[piece.row] = piece.done
         return done[0] if single else [done[row] for row in range(len(prompts))]
 
     def stream(
-        self, prompt: str | Messages, options: GenerationOptions | None = None, **overrides: Any
+        self, prompt: str | Messages, options: GenerationOptions | None = None, *, images: Images = (), **overrides: Any
     ) -> Generator[str, None, Generation | None]:
         """Continue one prompt; yield text as soon as it is certain.
 
@@ -289,6 +312,7 @@ class Model:
 
         prompt: text or chat messages.
         options: how to generate.
+        images: files or ``PIL.Image`` that the prompt is about.
         overrides: fields of the options as keywords.
 
         Raises RequestError as ``generate`` does, and for a list of prompts.
@@ -296,7 +320,7 @@ class Model:
         prompts, single = as_batch(prompt)
         if not single:
             raise RequestError("stream takes one prompt; use generate for a list.")
-        for piece in self._run(prompts, options, overrides):
+        for piece in self._run(prompts, options, overrides, [images] if images else []):
             if piece.text:
                 yield piece.text
             if piece.done is not None:
@@ -339,42 +363,25 @@ class Model:
         prompts: Sequence[str | Messages],
         options: GenerationOptions | Sequence[GenerationOptions] | None,
         overrides: dict[str, Any],
+        images: Sequence[Images],
     ) -> Iterator[Piece]:
-        if options is not None and overrides:
-            raise RequestError("give either options or keywords, not both.")
-        if not prompts:
-            raise RequestError("no prompt was given.")
-        try:
-            shared = GenerationOptions(**overrides) if options is None else options
-        except TypeError as error:
-            raise RequestError(f"unknown generation option: {error}") from None
-        each = list(shared) if isinstance(shared, Sequence) else [shared] * len(prompts)
-        check_options(each, self.vocabulary)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(each)} options; give one for all, or one each.")
-        _ = self.fast_step, self.graph_decoder  # proved before any clock runs
-        ids = [self.encode(text, chat=o.chat) for text, o in zip(prompts, each, strict=True)]
-        self._check_room([len(row) + o.max_tokens for row, o in zip(ids, each, strict=True)])
-        return run(self, ids, each, end_tokens=self.end_tokens, context=self.context)
+        asked = requests(self, prompts, options, overrides, images)
+        return run(
+            self, [one.ids for one in asked], [one.options for one in asked], [one.beside for one in asked],
+            end_tokens=self.end_tokens, context=self.context,
+        )  # fmt: skip
 
-    def _check_room(self, lengths: Sequence[int]) -> None:
-        """Check that the KV cache of sequences of these lengths fits the free memory of a CPU.
+    def cache_bytes(self, lengths: Sequence[int], slack: int = 0) -> float:
+        """Return the bytes of keys and values of sequences.
 
-        Raises RequestError if not.
+        lengths: their tokens. slack: half of the tokens that a sliding window holds beyond itself.
         """
-        if self.device.type != "cpu" or (self.context is not None and max(lengths) > self.context):
-            return  # what is longer than the context is refused with other words
         heads, dim = self._cached_shape()
         needed = 0.0
         for spec in self._specs:
-            held = lengths if spec.window is None else [min(n, spec.window + 2 * PAGE_TOKENS) for n in lengths]
+            held = lengths if spec.window is None else [min(n, spec.window + 2 * slack) for n in lengths]
             needed += sum(held) * spec.scheme.bytes_per_token(heads, dim, self.dtype)
-        if needed > available_bytes():
-            raise RequestError(
-                f"max_tokens: the KV cache of {sum(lengths)} tokens, prompts and answers, needs"
-                f" {size_text(int(needed))}, and {size_text(available_bytes())} are free. Use a smaller max_tokens,"
-                " fewer prompts, or --kv-bits."
-            )
+        return needed
 
     def encode(self, prompt: str | Messages, *, chat: bool = False) -> list[int]:
         """Return token ids of a prompt. Messages, and text with ``chat``, go through the chat template.
@@ -385,15 +392,4 @@ class Model:
         Raises RequestError for what is no prompt or far beyond the context, or a model without chat template,
         SourceError if the template fails.
         """
-        given = checked(prompt, "the prompt")
-        if isinstance(given, str) and not chat:
-            return self._checked(prompt_ids(self.tokenizer, given, special=True, context=self.context))
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        text = chat_text(self.tokenizer, messages)
-        return self._checked(prompt_ids(self.tokenizer, text, special=False, context=self.context))
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        from quantkit.checkpoint.tokenizer import check_vocabulary
-
-        check_vocabulary(ids, self.config, "prompt")
-        return list(ids)
+        return encoded(self, checked(prompt, "the prompt"), chat)

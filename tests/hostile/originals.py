@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import shutil
@@ -26,6 +27,7 @@ def make_originals(folder: Path) -> Path:
     _converted(folder)
     _gguf(folder / "model.gguf", model, tokenizer)
     _texts(folder / "texts")
+    _seeing(folder / "seeing", tokenizer)
     _stopped_job(folder)
     return folder
 
@@ -142,6 +144,23 @@ def _texts(folder: Path) -> None:
     parquet.write_table(
         pyarrow.table({"text": [r["text"] for r in records], "id": [r["id"] for r in records]}), folder / "a.parquet"
     )
+
+
+def _seeing(folder: Path, tokenizer: Any) -> None:
+    """What of a model with vision its processor is made of, and an image."""
+    from PIL import Image
+    from transformers import CLIPImageProcessorPil
+
+    folder.mkdir()
+    with_mark = copy.deepcopy(tokenizer)
+    with_mark.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    with_mark.chat_template = None
+    with_mark.save_pretrained(folder)
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}).save_pretrained(folder)
+    of_llava = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor", **of_llava}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    Image.new("RGB", (20, 28), (200, 100, 50)).save(folder / "image.png")
 
 
 def _stopped_job(folder: Path) -> None:

@@ -87,9 +87,20 @@ def entry_points() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "eval", command("eval", FOLDER, "--data", TEXT, "--seq-len", 32, "--tokens", 64)
     yield "generate", command("generate", FOLDER, "--prompt", "The old", "--max-tokens", 4)
     yield "generate --chat", command("generate", FOLDER, "--prompt", "The old", "--chat", "--max-tokens", 4)
+    yield (
+        "generate --image",
+        command("generate", FOLDER, "--prompt", "The old", "--image", _image(OUT / "image.png"), "--max-tokens", 4),
+    )
     yield "bench", command("bench", FOLDER, "--prompt", 8, "--new-tokens", 4, "--repeat", 1)
     yield "load", lambda: str(quantkit.load(FOLDER).generate("The old", max_tokens=4))
     yield "tokenizer", lambda: str(len(load_tokenizer(FOLDER)))
+
+
+def _image(path: Path) -> Path:
+    from PIL import Image
+
+    Image.new("RGB", (8, 8)).save(path)
+    return path
 
 
 def watch_kernels() -> None:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from hostile.mutations import mutate
@@ -42,6 +43,9 @@ FILES: dict[str, tuple[str, str, float]] = {
     "texts/a.jsonl.gz": ("gzip", "text", 1.5),
     "texts/a.txt": ("text", "text", 0.5),
     "texts/a.parquet": ("bytes", "text", 1),
+    "seeing/preprocessor_config.json": ("json", "images", 3),
+    "seeing/processor_config.json": ("json", "images", 2),
+    "seeing/image.png": ("bytes", "images", 1),
     "job/.out.work/job.json": ("record", "job", 1),
     "job/.out.work/parts/block-0000.json": ("record", "job", 0.5),
 }
@@ -134,6 +138,21 @@ def text(path: Path) -> None:
     load_text(str(path), split="calibration")
 
 
+def images(path: Path) -> None:
+    """As ``generate --image`` does, up to what the model gets."""
+    from quantkit.checkpoint.foreign_files.fields import read_json
+    from quantkit.checkpoint.tokenizer import load_tokenizer
+    from quantkit.runtime.images.files import read_image
+    from quantkit.runtime.images.processor import load_processor
+    from quantkit.runtime.images.prompt import prompt_with_images
+
+    folder = path.parent
+    source: Any = SimpleNamespace(path=folder, config=read_json(folder / "config.json"))
+    image = read_image(folder / "image.png")
+    processor = load_processor(source, load_tokenizer(folder))
+    prompt_with_images(processor, "The history", [image], folder)
+
+
 def job(path: Path) -> None:
     """As ``convert --resume`` does."""
     from quantkit import convert
@@ -150,7 +169,7 @@ def job(path: Path) -> None:
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "folder": folder, "plan": plan, "tokenizer": tokenizer, "gguf": gguf, "text": text, "job": job,
+    "folder": folder, "plan": plan, "tokenizer": tokenizer, "gguf": gguf, "text": text, "job": job, "images": images,
 }  # fmt: skip
 
 PICKLED = (

@@ -116,7 +116,7 @@ def test_a_model_names_what_it_cannot_do(model: Any) -> None:
 
 
 def test_a_cache_that_does_not_fit_is_told_before_it_is_made(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.runtime import model as module
+    from quantkit.runtime import requests as module
 
     monkeypatch.setattr(module, "available_bytes", lambda: 1000)
     with pytest.raises(RequestError, match=r"max_tokens: the KV cache of \d+ tokens.*1 kB are free"):

@@ -52,6 +52,7 @@ def test_the_language_model_is_quantized_and_the_tower_is_copied_bit_for_bit(
         llava, out=out, method="gptq", group_size=32, calibration=str(calibration_text), samples=2, seq_len=32
     )
     assert len(report.layers) == 3 * 7
+    assert any("model.vision_tower stays in 16 bit" in note for note in report.warnings)
     assert all("language_model" in layer.name for layer in report.layers)
     before, after = load_file(llava / "model.safetensors"), load_file(out / "model.safetensors")
     kept = [name for name in before if "vision" in name or "projector" in name]

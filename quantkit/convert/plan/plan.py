@@ -35,6 +35,7 @@ from quantkit.formats.interface import Format
 from quantkit.model.end_tokens import end_tokens
 from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.rotate import HEAD, RotatedSource
+from quantkit.model.language import towers
 from quantkit.model.skeleton import Blocks, build_skeleton, find_blocks
 from quantkit.model.weights import Weights
 
@@ -214,6 +215,17 @@ def _untunable(options: ConvertOptions, blocks: Blocks) -> list[str]:
     ]
 
 
+def _unseen(weights: Weights) -> list[str]:
+    """Return a note if a model has towers: calibration is on text alone."""
+    beside = towers(weights.model)
+    if not beside:
+        return []
+    return [
+        f"calibration reads text alone: {', '.join(beside)} stays in 16 bit, and what it would show to the language"
+        " model (images, sounds) is not in the statistics"
+    ]
+
+
 def _text_notes(
     options: ConvertOptions, weights: Weights, blocks: Blocks, windows: CalibrationWindows | None
 ) -> list[str]:
@@ -222,7 +234,7 @@ def _text_notes(
     if windows is not None and windows.ids.is_meta:
         notes.append(self_calibration.note(options, whole_bytes(weights, options)))
     if windows is not None and options.method in CALIBRATED:
-        notes += too_few_tokens(windows.ids.numel(), blocks)
+        notes += too_few_tokens(windows.ids.numel(), blocks) + _unseen(weights)
     notes += unused_windows(options)
     mixtures = [
         f"{blocks.name(index)}.{name}"

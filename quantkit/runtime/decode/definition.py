@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quantkit.errors import UnsupportedModel
 from quantkit.model.language import trunk
 from quantkit.runtime.kv_cache.recompute import TokenCache, recompute_step
 
@@ -21,7 +22,13 @@ class TransformersModel(Protocol):
     def base_model(self) -> Any: ...
 
 
-def definition_step(module: TransformersModel, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
+def definition_step(
+    module: TransformersModel,
+    ids: Tensor,
+    cache: Any,
+    counts: Sequence[int] | None = None,
+    beside: Mapping[str, Tensor] | None = None,
+) -> Tensor:
     """Run tokens through the transformers model over a cache, appending to it.
 
     Returns the final hidden states ``[batch, tokens, hidden]``, after the last norm.
@@ -30,6 +37,9 @@ def definition_step(module: TransformersModel, ids: Tensor, cache: Any, counts: 
     ids: int64 ``[batch, tokens]``.
     cache: as ``transformers_cache`` returns it.
     counts: how many of the tokens, the last ones, each sequence has (the others are padding); None: all.
+    beside: images, as arguments of the model's forward, which then counts positions itself. For an empty cache.
+
+    Raises UnsupportedModel if the forward does not take them.
     """
     if isinstance(cache, TokenCache):
         return recompute_step(module, ids, cache)
@@ -47,9 +57,22 @@ def definition_step(module: TransformersModel, ids: Tensor, cache: Any, counts: 
     body = trunk(module)
     kind: Any = type(body)
     taken = _taken(kind) - (frozenset() if paged.positions else {"position_ids", "attention_mask"})
+    if beside:
+        given = {**given, **_images(beside, taken, module)}
+        taken -= {"position_ids"}
     arguments = {name: value for name, value in given.items() if name in taken}
     hidden: Tensor = body(input_ids=ids, use_cache=True, **arguments).last_hidden_state
     return hidden
+
+
+def _images(beside: Mapping[str, Tensor], taken: frozenset[str], module: Any) -> Mapping[str, Tensor]:
+    """Return what a forward takes of a processor's tensors. Kinds of tokens are for models that ask for them."""
+    lost = sorted({*beside} - taken - {"attention_mask", "token_type_ids", "mm_token_type_ids"})
+    if lost:
+        raise UnsupportedModel(
+            f"{module.config.model_type}: its body takes no {', '.join(lost)} beside tokens: images are not supported."
+        )
+    return beside
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantkit.runtime.generate.prefill import PREFILL_TOKENS, Steps, read, shared_tokens
+from quantkit.runtime.generate.prefill import PREFILL_TOKENS, Beside, Steps, read, shared_tokens
 from quantkit.runtime.generate.sampling import Sampler
 from quantkit.runtime.kv_cache.cache import KVCache, joined
 from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
@@ -91,21 +91,32 @@ class Separate:
     if it states nothing.
     """
 
-    def __init__(self, model: Steps, samplers: Sequence[Sampler], prompts: Sequence[Sequence[int]], until: int) -> None:
+    def __init__(
+        self,
+        model: Steps,
+        samplers: Sequence[Sampler],
+        prompts: Sequence[Sequence[int]],
+        until: int,
+        beside: Sequence[Beside] = (),
+    ) -> None:
+        """Read the prompts. beside: images of each; none at all: no prompt has any."""
         self._groups: list[_Group] = []
+        images = any(beside)
         # whole pieces alone are read by the very calls that would read them for one prompt
-        shared = 0 if model.alone else shared_tokens(prompts, PREFILL_TOKENS)
+        shared = 0 if model.alone or images else shared_tokens(prompts, PREFILL_TOKENS)
         prefix = model.new_cache(until)
         if shared:
             read(model, prefix, [prompts[0][:shared]])
-        for first in range(0, len(prompts), model.invariant_step):
-            rows = slice(first, first + model.invariant_step)
+        together = 1 if images else model.invariant_step  # what a model keeps of images is kept of one sequence
+        for first in range(0, len(prompts), together):
+            rows = range(len(prompts))[first : first + together]
             caches, logits = [], []
-            for prompt in prompts[rows]:
+            for row in rows:
                 cache = prefix.fork([0]) if shared else model.new_cache(until)
-                logits.append(model.head(read(model, cache, [prompt[shared:]]))[0, -1])
+                hidden = read(model, cache, [prompts[row][shared:]], beside[row] if images else None)
+                logits.append(model.head(hidden)[0, -1])
                 caches.append(cache)
-            self._groups.append(_Group(model, samplers[rows], joined(caches), logits))
+            self._groups.append(_Group(model, [samplers[row] for row in rows], joined(caches), logits))
         if shared:
             prefix.select([])
 

@@ -11,7 +11,7 @@ import torch
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import RequestError
 from quantkit.runtime.generate.feeds import Feed, Separate, Together
-from quantkit.runtime.generate.prefill import Steps, prefill
+from quantkit.runtime.generate.prefill import Beside, Steps, prefill
 from quantkit.runtime.generate.sampling import GenerationOptions, Sampler
 from quantkit.runtime.generate.text_stream import TextStream
 
@@ -96,6 +96,7 @@ def run(
     model: Steps,
     prompts: Sequence[Sequence[int]],
     options: Sequence[GenerationOptions],
+    beside: Sequence[Beside] = (),
     *,
     end_tokens: Sequence[int],
     context: int | None,
@@ -107,6 +108,7 @@ def run(
     model: what reads prompts and runs steps.
     prompts: token ids.
     options: one per prompt.
+    beside: images of each prompt; none at all: no prompt has any.
     end_tokens: ids that end an answer.
     context: tokens that the model can attend to, None without a limit.
 
@@ -115,7 +117,7 @@ def run(
     for prompt, one in zip(prompts, options, strict=True):
         check_length(len(prompt), one.max_tokens, context)
     most = max(one.max_tokens for one in options)
-    if model.graph_decoder is not None and not any(one.deterministic for one in options):
+    if model.graph_decoder is not None and not any(beside) and not any(one.deterministic for one in options):
         model.graph_decoder.prepare(
             options, max(map(len, prompts)) + most
         )  # compiled and captured before any clock runs
@@ -124,7 +126,7 @@ def run(
         _sequence(model, row, prompt, one, end_tokens)
         for row, (prompt, one) in enumerate(zip(prompts, options, strict=True))
     ]
-    feed = _feed(model, live, prompts, max(map(len, prompts)) + most)
+    feed = _feed(model, live, prompts, beside, max(map(len, prompts)) + most)
     try:
         while live:
             raise_if_interrupted()
@@ -142,11 +144,13 @@ def run(
         feed.close()
 
 
-def _feed(model: Steps, live: list[_Sequence], prompts: Sequence[Sequence[int]], until: int) -> Feed:
+def _feed(
+    model: Steps, live: list[_Sequence], prompts: Sequence[Sequence[int]], beside: Sequence[Beside], until: int
+) -> Feed:
     """Read the prompts, and return captured steps where there are any, else one step after the other."""
     samplers = [sequence.sampler for sequence in live]
-    if model.alone or _deterministic(live):
-        return Separate(model, samplers, prompts, until)
+    if model.alone or any(beside) or _deterministic(live):
+        return Separate(model, samplers, prompts, until, beside)
     cache, logits = prefill(model, prompts, until)
     if model.graph_decoder is not None:
         run: Feed | None = model.graph_decoder.begin(cache, live, logits, until)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from quantkit.core.kvscheme import PAGE_TOKENS
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.transformers_cache import transformers_cache
 
+Beside = Mapping[str, Tensor]  # what a model reads beside a prompt's tokens: images, by the names of its arguments
 PREFILL_TOKENS = 512  # a long prompt is read in pieces of this many tokens, which bounds the memory of activations
 
 
@@ -23,12 +24,15 @@ class Steps(Protocol):
     @property
     def tokenizer(self) -> Any: ...
     def new_cache(self, capacity: int) -> KVCache: ...
-    def step(self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None) -> Tensor:
+    def step(
+        self, ids: Tensor, cache: Any, counts: Sequence[int] | None = None, beside: Beside | None = None
+    ) -> Tensor:
         """Run tokens: final hidden states ``[batch, tokens, hidden]``; keys and values are cached.
 
         ids: int64 ``[batch, tokens]``.
         cache: as ``transformers_cache`` returns it.
         counts: sequence b has the last ``counts[b]`` of the tokens; None: all.
+        beside: images that stand among these tokens, of one sequence.
         """
 
     def head(self, hidden: Tensor) -> Tensor: ...
@@ -71,7 +75,7 @@ def prefill(model: Steps, prompts: Sequence[Sequence[int]], until: int) -> tuple
     return cache, model.head(hidden)[:, -1]
 
 
-def read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tensor:
+def read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]], beside: Beside | None = None) -> Tensor:
     """Read prompts into a cache; return final hidden states of the last tokens ``[batch, 1, hidden]``.
 
     Every prompt is cut into pieces from its own beginning, so that its result does not depend on the others.
@@ -79,8 +83,11 @@ def read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]]) -> Tens
     model: what runs steps.
     cache: gets the prompts' keys and values.
     prompts: token ids.
+    beside: images of the prompt, of one only, which is then read in one piece.
     """
     paged_cache = transformers_cache(cache)
+    if beside:
+        return model.step(torch.tensor(prompts, device=model.device), paged_cache, None, beside)[:, -1:]
     ends: dict[int, Tensor] = {}
     longest = max(map(len, prompts))
     tokens = longest if model.alone else PREFILL_TOKENS

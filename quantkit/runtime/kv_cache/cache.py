@@ -25,6 +25,8 @@ class KVCache:
         self.kinds = tuple(kinds) if kinds is not None else tuple(LayerKind(True) for _ in specs)
         self.seam: Any = None  # these layers as transformers takes them, made at first use (``transformers_cache``)
         self.positions = True  # the model is told each token's position
+        # What the model keeps of a sequence's images in attributes of its own: {name: value}.
+        self.remembered: dict[str, Any] = {}
         self._read = 0  # tokens, where no layer has keys to count
 
     @property
