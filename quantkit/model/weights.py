@@ -14,6 +14,7 @@ from quantkit.model.language import towers
 from quantkit.model.linears.transposed import TransposedLinear
 from quantkit.model.mixture.experts import Experts
 from quantkit.model.naming import Naming
+from quantkit.model.naming.converted import Converted, find_converted
 from quantkit.model.skeleton import Blocks
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -26,6 +27,7 @@ class Weights:
 
     parameters: by name, as the skeleton has them.
     stored_buffers: the buffers that this source stores, by name.
+    converted: how parameters of towers are computed that are not stored as they are, by name.
 
     Raises SourceError / UnsupportedModel at construction if names or shapes do not fit (everything is checked from
     headers, before any weight is read).
@@ -36,14 +38,22 @@ class Weights:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
         self.tied = tied_parameters(model)
         naming = Naming(model)
-        self.sources: dict[str, TensorRef] = match_names(
-            self.parameters, source.names(), self.tied, naming.parts_of, str(source.path), naming.beside
-        )
+        self.converted: dict[str, Converted] = find_converted(model, source, naming)
+        taken = {name for one in self.converted.values() for name in one.names}
+        self.sources: dict[str, TensorRef] = {
+            name: TensorRef(one.names[0], joined=one.names) for name, one in self.converted.items()
+        }
+        self.sources |= match_names(
+            [name for name in self.parameters if name not in self.converted],
+            [name for name in source.names() if name not in taken],
+            self.tied, naming.parts_of, str(source.path), naming.beside,
+        )  # fmt: skip
         buffers = persistent_buffers(model)
         self.stored_buffers = {name: buffers[name] for name in self.sources if name in buffers}
         self.names = self._written_names(naming)
         for name in self.sources:
-            self._check(name)
+            if name not in self.converted:
+                self._check(name)
 
     def tensor(self, name: str) -> Tensor:
         """Return a parameter or a stored buffer of the skeleton (its shape; parameters may be on meta)."""
@@ -159,7 +169,9 @@ class Weights:
     def raw(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Read one parameter in its stored dtype. Raises NumericsError, naming it, if it holds NaN or inf."""
         stored = self.sources[name]
-        if stored.joined:
+        if name in self.converted:
+            value = self.converted[name].values(self.model, self.source.read)[name]
+        elif stored.joined:
             value = torch.cat([self.source.read(part) for part in stored.joined])
         elif stored.index is None:
             value = self.as_stored(name, self.source.read(stored.name))  # and back again

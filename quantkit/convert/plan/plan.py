@@ -33,9 +33,9 @@ from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 from quantkit.formats.interface import Format
 from quantkit.model.end_tokens import end_tokens
+from quantkit.model.language import towers
 from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.rotate import HEAD, RotatedSource
-from quantkit.model.language import towers
 from quantkit.model.skeleton import Blocks, build_skeleton, find_blocks
 from quantkit.model.weights import Weights
 

@@ -40,7 +40,7 @@ class Naming:
         self.parameters.update(model.state_dict())  # with buffers that checkpoints store
         self.experts = dict(expert_modules(model))
         self.left_out = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        self.renamings, self.rules, self.joins = _mapping(model)
+        self.renamings, self.rules, self.joins, self.converters = _mapping(model)
 
     def beside(self, stored: str) -> bool:
         """Tell whether a stored tensor belongs to a part of the model that transformers has no module for.
@@ -89,6 +89,20 @@ class Naming:
                 sources = list(join.source_patterns)
                 return [ParameterPart(target, part=sources.index(pattern), parts=len(sources))]
         return self._of_all_experts(key)
+
+    def converter(self, stored: str) -> tuple[Any, str, str] | None:
+        """Return the rule of transformers that computes parameters from a stored tensor, if any.
+
+        With it the name of the first of these parameters, and the pattern that the tensor matches.
+        """
+        for key in (stored, f"{self.prefix}.{stored}"):
+            for renaming in self.renamings:
+                key, _ = renaming.rename_source_key(key)
+            for rule in self.converters:
+                target, pattern = rule.rename_source_key(key)
+                if pattern is not None:
+                    return rule, target, pattern
+        return None
 
     def _of_one_expert(self, rule: _PerExpert, key: str, target: str, pattern: str) -> list[ParameterPart]:
         number = re.search(re.escape(_plain(pattern)).replace(r"\*", r"(\d+)") + "$", key)
@@ -146,10 +160,11 @@ def _plain(pattern: str) -> str:
     return pattern.replace("\\.", ".")
 
 
-def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert], list[Any]]:
-    """transformers' renamings for a model, its rules that gather experts, and those that join tensors into one.
+def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert], list[Any], list[Any]]:
+    """transformers' renamings for a model, its rules that gather experts, those that join tensors into one, and all.
 
-    Other rules are left out: what they would convert has no place here, and is refused by name.
+    The others of all are for towers alone (``converted.py``): of the language model, what they would convert has no
+    place here, and is refused by name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -169,4 +184,4 @@ def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert], list[Any]]:
             rules.append(_PerExpert(transform, sources, projections))
         elif steps == [("Concatenate", 0)]:
             joins.append(transform)
-    return renamings, rules, joins
+    return renamings, rules, joins, [each for each in transforms if isinstance(each, WeightConverter)]
