@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedModel
 from quantkit.model.arguments import BlockArguments
+from quantkit.model.language import output_embeddings
 from quantkit.model.skeleton import Blocks
 from quantkit.model.stepper import forward_block, forward_tail, gradients_in_order
 
@@ -215,7 +216,7 @@ def head_reads(model: nn.Module, blocks: Blocks, ids: Tensor, hidden: Tensor) ->
     ids: ``[1, tokens]``.
     hidden: the last block's output there.
     """
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    head: Any = output_embeddings(model)
     seen: list[tuple[Tensor, Tensor]] = []
     handle = head.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
     reads = []

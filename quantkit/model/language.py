@@ -40,11 +40,23 @@ def language_model(model: Any) -> Any:
     return found if any(True for each in lists for _ in each.parameters()) else model
 
 
+def output_embeddings(model: Any) -> Any:
+    """Return the head: the module that turns final hidden states into logits; None if a model has none.
+
+    It may lie in a language model that another model wraps.
+    """
+    from transformers import PreTrainedModel
+
+    inside = (each for each in model.modules() if isinstance(each, PreTrainedModel))
+    heads = (each.get_output_embeddings() for each in inside)
+    return next((head for head in heads if head is not None), None)
+
+
 def trunk(model: Any) -> Any:
     """Return the submodule that turns tokens into final hidden states: the model without its head."""
     from transformers import PreTrainedModel
 
-    head = model.get_output_embeddings()
+    head = output_embeddings(model)
     inside = [model.base_model, *language_model(model).modules()]  # a wrapper may hold a whole language model
     for module in inside:
         parts = list(module.modules()) if isinstance(module, PreTrainedModel) else []

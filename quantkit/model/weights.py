@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantkit.checkpoint.names import TensorRef, match_names
 from quantkit.checkpoint.source import Source, finite
 from quantkit.errors import SourceError, UnsupportedModel
-from quantkit.model.language import towers
+from quantkit.model.language import output_embeddings, towers
 from quantkit.model.linears.transposed import TransposedLinear
 from quantkit.model.mixture.experts import Experts
 from quantkit.model.naming import Naming
@@ -234,7 +234,7 @@ def before_blocks(weights: Weights, blocks: Blocks) -> list[str]:
 
     The head (tied or not) runs after the blocks, and towers run on images and sounds only.
     """
-    head = weights.model.get_output_embeddings()  # type: ignore[operator]
+    head = output_embeddings(weights.model)
     beside = tuple(f"{tower}." for tower in towers(weights.model))
     return [
         name

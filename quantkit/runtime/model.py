@@ -15,7 +15,7 @@ from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
 from quantkit.errors import QuantkitWarning, RequestError, UnsupportedModel
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
-from quantkit.model.language import text_config, trunk
+from quantkit.model.language import output_embeddings, text_config, trunk
 from quantkit.runtime.decode.definition import definition_step
 from quantkit.runtime.decode.states import Stepping, stepping
 from quantkit.runtime.generate.loop import Generation, Piece, run
@@ -147,7 +147,7 @@ class Model:
         Only a compiled kernel takes several; if logits are capped afterwards, torch's tanh differs at the ends of
         vectors.
         """
-        head = self.module.get_output_embeddings()
+        head = output_embeddings(self.module)
         capped = getattr(text_config(self.module), "final_logit_softcapping", None) is not None
         compiled = isinstance(head, QuantLinear) and head.kernel_for(WIDE) == "numba"
         return WIDE if compiled and not capped else 1
@@ -165,7 +165,7 @@ class Model:
     @property
     def vocabulary(self) -> int:
         """Entries of a row of logits."""
-        head = self.module.get_output_embeddings()
+        head = output_embeddings(self.module)
         return int(head.out_features)
 
     @property

@@ -56,7 +56,7 @@ _CAP = Real(1e-3, 1e9)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(LAYERS, Whole(1, MOST_LAYERS)),
     **dict.fromkeys((*WIDTHS, "word_embed_proj_dim"), Whole(1, MOST_WIDTH)),
-    "head_dim": _SIZE,
+    "head_dim": Several(Whole(0, MOST_WIDTH), alone=True),  # 0: latent attention without positions (glm5_next)
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_kv_heads"), _SIZE),
     **dict.fromkeys(INNER, Several(Whole(0, 1 << 24), alone=True)),
     **dict.fromkeys((*EXPERTS, "num_experts_per_tok", "moe_topk", "num_shared_experts", "n_shared_experts"), _COUNT),

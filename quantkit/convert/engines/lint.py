@@ -13,7 +13,7 @@ from quantkit.convert.engines.table import ENGINES, bfloat16_scales
 from quantkit.convert.plan.targets import Target
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.attention_shape import kv_heads, query_heads
-from quantkit.model.language import name_of, text_config
+from quantkit.model.language import name_of, output_embeddings, text_config
 from quantkit.model.skeleton import build_skeleton
 from quantkit.model.weights import tied_parameters
 
@@ -53,7 +53,7 @@ def lint_folder(source: Source) -> list[Verdict]:
 
     reader = QuantizedReader(source)
     model: Any = build_skeleton(source.config)
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embed, head = model.get_input_embeddings(), output_embeddings(model)
     weights, module_names = [], find_modules(model, reader, str(source.path))
     for name, place in module_names.items():
         scheme = reader.scheme(name)

@@ -25,7 +25,7 @@ from quantkit.core.host import available_bytes
 from quantkit.core.kvpages import CUTS, SEARCHED_AT_ONCE
 from quantkit.formats.interface import Format
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
-from quantkit.model.language import text_config
+from quantkit.model.language import output_embeddings, text_config
 from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import Blocks, block_linears, widest_input
 from quantkit.model.weights import Weights, before_blocks, outside_blocks
@@ -240,7 +240,7 @@ def sensitivity_bytes(
     guided: token importance is fitted, too.
     """
     plain = sum(weights.tensor(name).numel() for name in outside_blocks(weights, blocks))
-    vocabulary: int = weights.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+    vocabulary: int = output_embeddings(weights.model).weight.shape[0]
     head = any(unit.kind in ("head", "tied") for unit in units)
     tokens = WINDOWS * TOKENS
     streams = 2 * tokens * sizes.hidden + plain

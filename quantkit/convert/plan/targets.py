@@ -16,6 +16,7 @@ from quantkit.convert.options.rules import Choice, Problem, choose_schemes, pars
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.formats.interface import CheckpointLayout, Format
+from quantkit.model.language import output_embeddings
 from quantkit.model.skeleton import Blocks, block_linears
 from quantkit.model.weights import Weights
 
@@ -228,7 +229,7 @@ class _HeadOrEmbedding:
 def _find_head_embeddings(weights: Weights) -> list[_HeadOrEmbedding]:
     """Return embedding and head, as one matrix if they are tied."""
     model: Any = weights.model
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embed, head = model.get_input_embeddings(), output_embeddings(model)
     paths = {id(module): name for name, module in model.named_modules()}
     matrices = []
     tied = head is not None and f"{paths[id(head)]}.weight" in weights.tied

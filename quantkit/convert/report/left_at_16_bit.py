@@ -10,7 +10,7 @@ from math import prod
 from torch import nn
 
 from quantkit.checkpoint.names import COMPUTED
-from quantkit.model.language import towers
+from quantkit.model.language import output_embeddings, towers
 from quantkit.model.linears.kept_dense import kept_dense
 from quantkit.model.skeleton import Blocks, block_linears
 from quantkit.model.weights import Weights
@@ -85,7 +85,7 @@ def _reason(weights: Weights, name: str, kept: dict[str, str]) -> tuple[str, str
     shown = NUMBER.sub("*", name)
     if owner in kept and local == "weight":
         return shown, kept[owner]
-    if module is weights.model.get_output_embeddings():  # type: ignore[operator]
+    if module is output_embeddings(weights.model):
         return shown, "head"
     if isinstance(module, nn.Embedding):
         return shown, "embedding"

@@ -12,7 +12,7 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
-from quantkit.model.language import name_of, trunk
+from quantkit.model.language import name_of, output_embeddings, trunk
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kernels.reference import PackedWeight
@@ -49,7 +49,7 @@ def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dty
 
     Raises RequestError for a head that is quantized already, or missing.
     """
-    head = module.get_output_embeddings()
+    head = output_embeddings(module)
     if not isinstance(head, nn.Linear):
         what = "is quantized in the checkpoint already" if isinstance(head, QuantLinear) else "is no linear layer"
         raise RequestError(f"head_bits={bits}: the head of this model {what}. Leave the option out.")
@@ -68,7 +68,7 @@ def compact_head(module: Any, dtype: torch.dtype, kernel: str | None = None) -> 
     dtype: of activations.
     kernel: a name from ``KERNELS``, None for the measured choice.
     """
-    head = module.get_output_embeddings()
+    head = output_embeddings(module)
     if dtype != torch.float32 or not threads.available() or type(head) is not nn.Linear:
         return
     stored = HalfWeight.dtype_of(head.weight)
