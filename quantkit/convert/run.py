@@ -46,7 +46,7 @@ from quantkit.convert.stages.tune import TuneInputs
 from quantkit.core.host import OnStep, map_large_blocks, peak_rss
 from quantkit.core.interrupt import raise_if_interrupted, undisturbed
 from quantkit.core.kvscheme import KVPlan
-from quantkit.model.arguments import hands_on
+from quantkit.model.arguments import hands_on, require_nothing_handed_on
 from quantkit.model.language import text_config
 from quantkit.model.rotate import RotatedSource, prove
 from quantkit.model.skeleton import block_linears
@@ -226,6 +226,9 @@ def _resume(plan: Plan, inputs: Inputs, work: Work, collected: Collected) -> tup
         collected.add(result)
     if not hidden.states:
         return first, hidden
+    if plan.options.paired:
+        option = "--gptaq" if plan.options.gptaq else f"--method {plan.options.method}"
+        require_nothing_handed_on(hidden.calls, str(plan.weights.source.path), option)
     if plan.options.paired and stored is None:
         hidden.original = [offload(state.clone(), plan.device) for state in hidden.states]
     elif plan.options.paired:  # as they were kept: first the quantized ones

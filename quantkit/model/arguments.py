@@ -11,20 +11,57 @@ from torch import Tensor
 
 from quantkit.errors import UnsupportedModel
 
+BESIDE = "what a block returns beside the hidden state"  # no argument's name
+
+
+@dataclass(frozen=True)
+class Streams:
+    """How a model keeps several hidden states at once; handed around here they lie side by side in the last dimension.
+
+    count: how many. axis: 0 for ``[streams, batch, tokens, hidden]`` (gemma3n), 2 for ``[batch, tokens, streams,
+    hidden]`` (the hyper-connections of deepseek_v4).
+    """
+
+    count: int
+    axis: int
+
+    @classmethod
+    def of(cls, hidden: Tensor, batch: int, tokens: int) -> Streams | None:
+        """Return how a hidden state of four dimensions is laid out, None if it is neither way."""
+        for axis, shape in ((2, hidden.shape[:2]), (0, hidden.shape[1:3])):
+            if hidden.dim() == 4 and tuple(shape) == (batch, tokens):
+                return cls(int(hidden.shape[axis]), axis)
+        return None
+
+    def side_by_side(self, hidden: Tensor) -> Tensor:
+        """Return ``[batch, tokens, streams * hidden]`` of what the model keeps."""
+        states = hidden.permute(1, 2, 0, 3) if self.axis == 0 else hidden
+        return states.flatten(2)
+
+    def apart(self, hidden: Tensor) -> Tensor:
+        """Return what the model keeps of ``[batch, tokens, streams * hidden]``."""
+        split: Tensor = hidden.unflatten(2, (self.count, -1))
+        return split.permute(2, 0, 1, 3).contiguous() if self.axis == 0 else split
+
 
 @dataclass(frozen=True)
 class BlockArguments:
     """The arguments one block receives, its hidden state excepted.
 
     by_batch: those that depend on the tokens (gemma3n's inputs of a layer), for each batch of states; empty if none do.
-    streams: how many hidden states the block takes at once, ``[streams, batch, tokens, hidden]`` (gemma3n); 0 for one
-        of three dimensions. Kept and handed around they lie side by side: ``[batch, tokens, streams * hidden]``.
+    streams: how the block takes several hidden states at once; None for one, of three dimensions.
+    takes: names of arguments that are what the block before it returned beside the hidden state (the choice of tokens
+        that layers of glm_moe_dsa share). It is kept in the mapping ``kwargs[BESIDE]``, one for each batch of states,
+        by the number of the block: one that runs again finds what it was given.
+    number: of the block.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     by_batch: tuple[dict[str, Any], ...] = ()
-    streams: int = 0
+    streams: Streams | None = None
+    takes: tuple[str, ...] = ()
+    number: int = 0
 
     def to(self, device: torch.device) -> BlockArguments:
         """Return the same arguments with every tensor on a device."""
@@ -52,6 +89,7 @@ def same_call(a: BlockArguments, b: BlockArguments) -> bool:
     """Tell whether two recordings of one block agree: its arguments then depend on shapes only, not on the tokens."""
     return (
         len(a.args) == len(b.args)
+        and a.takes == b.takes
         and a.kwargs.keys() == b.kwargs.keys()
         and _same((a.args, list(a.kwargs.values())), (b.args, list(b.kwargs.values())))
     )
@@ -60,7 +98,7 @@ def same_call(a: BlockArguments, b: BlockArguments) -> bool:
 def hands_on(calls: Sequence[BlockArguments]) -> bool:
     """Tell whether blocks hand something on to later ones beside the hidden state, in a mapping that each receives.
 
-    gemma3n's layers that read the keys and values of another one do.
+    gemma3n's layers that read the keys and values of another one do, and those that return more than a hidden state.
     """
     return any(isinstance(value, MutableMapping) and not value for call in calls for value in call.kwargs.values())
 
@@ -90,6 +128,18 @@ def by_batch(batches: Sequence[Sequence[BlockArguments]], where: str) -> list[Bl
         own = tuple({name: c.kwargs[name] for name in varying} for c in (call, *others))
         found.append(replace(call, by_batch=own))
     return found
+
+
+def require_nothing_handed_on(calls: Sequence[BlockArguments], where: str, option: str) -> None:
+    """Raise UnsupportedModel if blocks hand more on than the hidden state, which is kept for one run of them.
+
+    where: names the model. option: what would run them on two states, or in another order.
+    """
+    if hands_on(calls):
+        raise UnsupportedModel(
+            f"{where}: its blocks hand something on to later ones beside the hidden state; {option} does not take that."
+            " Leave it out (--method gptq and awq take it)."
+        )
 
 
 def require_same_calls(first: Sequence[BlockArguments], calls: Sequence[BlockArguments], where: str) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import UnsupportedModel
-from quantkit.model.arguments import BlockArguments
-from quantkit.model.language import text_config, trunk
+from quantkit.model.arguments import BESIDE, BlockArguments, Streams
+from quantkit.model.language import trunk
 from quantkit.model.mixture.experts import Experts, expert_groups, expert_linears, expert_modules
 from quantkit.model.skeleton import Blocks, block_linears
 
@@ -93,6 +93,7 @@ def record(model: nn.Module, blocks: Blocks, input_ids: Tensor) -> Recording:
 def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callable[[Tensor], Any]) -> Recording:
     calls: list[BlockArguments] = []
     first: list[Tensor] = []
+    streams: list[Streams | None] = []
 
     def recorder(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -106,23 +107,12 @@ def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callab
                     if index
                     else UnsupportedModel(f"{blocks.name(index)}: its first argument is not the hidden state.")
                 )
-            if any(value is _SECOND for value in (*rest, *kwargs.values())):
-                raise UnsupportedModel(
-                    f"{blocks.name(index)}: takes more of the block before it than the hidden state; stepping the model"
-                    " block by block is not supported."
-                )
             if index == 0:
-                if hidden.dim() == 4 and hidden.shape[1:3] != input_ids.shape:
-                    raise UnsupportedModel(
-                        f"{blocks.prefix}: a hidden state of shape {list(hidden.shape)}: unsupported."
-                    )
+                streams.append(_streams(blocks, hidden, input_ids.shape))
                 first.append(hidden)
             else:
                 _check_handed_on(hidden, first[0], blocks.name(index))
-            names = list(inspect.signature(type(blocks.modules[index]).forward).parameters)[2 : 2 + len(rest)]
-            if len(names) == len(rest) and not {"args", "kwargs"} & set(names):
-                rest, kwargs = (), {**dict(zip(names, rest, strict=True)), **kwargs}
-            calls.append(BlockArguments(rest, kwargs, streams=hidden.shape[0] if hidden.dim() == 4 else 0))
+            calls.append(_arguments(blocks, index, rest, kwargs, streams[0]))
             if index == len(blocks) - 1:
                 raise _Stop
             return returns(hidden)
@@ -135,17 +125,38 @@ def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callab
         raise UnsupportedModel(
             f"{blocks.prefix}: the model ran {len(calls)} of its {len(blocks)} blocks once, in order: unsupported."
         )
-    return Recording(_side_by_side(first[0]), calls)
+    if any(call.takes for call in calls):
+        beside: dict[str, Any] = {}
+        for call in calls:
+            call.kwargs[BESIDE] = beside
+    return Recording(streams[0].side_by_side(first[0]) if streams[0] else first[0], calls)
 
 
-def _side_by_side(hidden: Tensor) -> Tensor:
-    """Return a hidden state as ``[batch, tokens, streams * hidden]``, whatever its model keeps."""
-    return hidden.permute(1, 2, 0, 3).flatten(2) if hidden.dim() == 4 else hidden
+def _arguments(
+    blocks: Blocks, index: int, rest: tuple[Any, ...], kwargs: dict[str, Any], streams: Streams | None
+) -> BlockArguments:
+    """Return what a block was called with beside the hidden state, by name where the block names it."""
+    names = list(inspect.signature(type(blocks.modules[index]).forward).parameters)[2 : 2 + len(rest)]
+    if len(names) == len(rest) and not {"args", "kwargs"} & set(names):
+        rest, kwargs = (), {**dict(zip(names, rest, strict=True)), **kwargs}
+    if any(value is _SECOND for value in rest):
+        raise UnsupportedModel(
+            f"{blocks.name(index)}: takes more of the block before it than the hidden state, without a name; stepping"
+            " the model block by block is not supported."
+        )
+    takes = tuple(name for name, value in kwargs.items() if value is _SECOND)
+    kwargs = {name: value for name, value in kwargs.items() if name not in takes}
+    return BlockArguments(rest, kwargs, streams=streams, takes=takes, number=index)
 
 
-def _apart(hidden: Tensor, streams: int) -> Tensor:
-    """Return a hidden state as its model keeps it."""
-    return hidden.unflatten(2, (streams, -1)).permute(2, 0, 1, 3).contiguous() if streams else hidden
+def _streams(blocks: Blocks, hidden: Tensor, shape: Sequence[int]) -> Streams | None:
+    """Return how the model keeps several hidden states at once; None for one. shape: of the token ids."""
+    if hidden.dim() == 3:
+        return None
+    found = Streams.of(hidden, *shape)
+    if found is None:
+        raise UnsupportedModel(f"{blocks.prefix}: a hidden state of shape {list(hidden.shape)}: unsupported.")
+    return found
 
 
 def _check_handed_on(received: Any, returned: Tensor, name: str) -> None:
@@ -171,12 +182,19 @@ def run_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Tensor:
 def forward_block(block: nn.Module, hidden: Tensor, call: BlockArguments) -> Tensor:
     """Run one block as ``run_block`` does, recording for gradients where the caller does."""
     raise_if_interrupted()
-    given = _apart(hidden, call.streams)
-    out = block(given, *call.args, **call.kwargs)
+    given = call.streams.apart(hidden) if call.streams else hidden
+    kwargs = dict(call.kwargs)
+    beside = kwargs.pop(BESIDE, None)
+    if call.takes:
+        kwargs.update(dict.fromkeys(call.takes, beside[call.number - 1]))
+    out = block(given, *call.args, **kwargs)
     result = out[0] if isinstance(out, (tuple, list)) else out
+    if beside is not None:
+        beside[call.number] = out[1]
+        beside.pop(call.number - 2, None)
     if not isinstance(result, Tensor) or result.shape != given.shape:
         raise UnsupportedModel(f"{type(block).__name__}: does not return a hidden state of shape {list(given.shape)}.")
-    return _side_by_side(result)
+    return call.streams.side_by_side(result) if call.streams else result
 
 
 @torch.no_grad()
@@ -193,7 +211,7 @@ def forward_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
         tail: Tensor = run(input_ids=input_ids, use_cache=False).logits
         return tail if tail.shape[:-1] == input_ids.shape else None
 
-    return _after_blocks(blocks, hidden, _streams(model, hidden), logits)
+    return _after_blocks(blocks, hidden, logits)
 
 
 @torch.no_grad()
@@ -210,33 +228,28 @@ def forward_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
         states: Tensor = body(input_ids=input_ids, use_cache=False).last_hidden_state
         return states if states.shape[:-1] == input_ids.shape else None
 
-    return _after_blocks(blocks, hidden, _streams(model, hidden), final)
+    return _after_blocks(blocks, hidden, final)
 
 
-def _streams(model: nn.Module, hidden: Tensor) -> int:
-    """Return how many hidden states lie side by side, 0 for a single one."""
-    width = int(text_config(model).hidden_size)
-    more, rest = divmod(hidden.shape[-1], width)
-    return more if more > 1 and not rest else 0
-
-
-def _after_blocks(blocks: Blocks, hidden: Tensor, streams: int, run: Callable[[], Tensor | None]) -> Tensor:
+def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | None]) -> Tensor:
     """``run`` with blocks that return ``hidden``, in each way that blocks may return it.
 
     run: None from it means that this was not the way.
     """
     # A form that the model did not want shows as a missing dimension or a failed unpacking.
     wrong = (_NotUnderstood, *OTHER_FORM)
-    hidden = _apart(hidden, streams)
     for returns in RETURNS:
-        result = returns(hidden)
+        kept = [hidden]
 
-        def first(*args: Any, _result: Any = result, **kwargs: Any) -> Any:
-            return _result
+        def first(state: Any = None, *args: Any, _returns: Any = returns, _kept: Any = kept, **kwargs: Any) -> Any:
+            state = kwargs.get("hidden_states", state)  # how the model keeps it
+            streams = Streams.of(state, *hidden.shape[:2]) if isinstance(state, Tensor) else None
+            _kept[0] = streams.apart(hidden) if streams else hidden
+            return _returns(_kept[0])
 
-        def later(state: Any = None, *args: Any, _result: Any = result, **kwargs: Any) -> Any:
-            _check_handed_on(kwargs.get("hidden_states", state), hidden, blocks.prefix)
-            return _result
+        def later(state: Any = None, *args: Any, _returns: Any = returns, _kept: Any = kept, **kwargs: Any) -> Any:
+            _check_handed_on(kwargs.get("hidden_states", state), _kept[0], blocks.prefix)
+            return _returns(_kept[0])
 
         with (
             _forwards(list(blocks.modules), [first, *[later] * (len(blocks) - 1)]),

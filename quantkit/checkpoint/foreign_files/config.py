@@ -100,6 +100,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     check_table(config, RULES, where, NOT_OURS)
     if "tie_word_embeddings" in config:  # null is nothing said elsewhere; of this field every model type asks a word
         check_field(where, "tie_word_embeddings", config["tie_word_embeddings"], Flag())
+    _check_head_dim(config, where)
     if config.get("is_causal") is False:
         raise SourceError(
             f"{where}: is_causal is false: each token would see those after it. quantkit runs causal language models."
@@ -118,6 +119,15 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
             f"{where}: claims {layers} layers of {experts} experts, more than any model has. The file is damaged:"
             " download it again."
         )
+
+
+def _check_head_dim(config: Mapping[str, Any], where: str) -> None:
+    """Refuse heads of no width, but where latent attention without positions says so (glm5_next)."""
+    if config.get("head_dim") == 0 and not config.get("qk_nope_head_dim"):
+        raise SourceError(f"{where}: head_dim is 0, heads of no width. The file is damaged: download it again.")
+    for part in config.values():
+        if isinstance(part, Mapping):
+            _check_head_dim(part, where)
 
 
 def check_claims(config: Mapping[str, Any], sizes: Sequence[int], where: str) -> None:

@@ -29,7 +29,7 @@ from quantkit.core import affine
 from quantkit.core.host import OnStep
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
-from quantkit.model.arguments import BlockArguments, require_same_calls
+from quantkit.model.arguments import BlockArguments, require_nothing_handed_on, require_same_calls
 from quantkit.model.folds import find_folds, shared_modules
 from quantkit.model.language import towers
 from quantkit.model.mixture.experts import expert_linears
@@ -143,6 +143,7 @@ class SensitivityPass:
             states.append(recording.hidden.clone())
             calls = calls or recording.calls
             require_same_calls(calls, recording.calls, str(self.weights.source.path))
+        require_nothing_handed_on(calls, str(self.weights.source.path), "--guided (or --target-bpw)")
         if self.folds:
             self.short = record(self.model, self.blocks, self._window(0)[:, :SHORT]).calls
         return states, calls

@@ -4,16 +4,20 @@
 * A gate of linear attention (``in_proj_a``, ``in_proj_b``) has one output for each head. It decides how fast a state
   forgets, costs next to nothing, and the kernels of engines take no matrix of so few rows.
 * A weight that the block's code multiplies itself (``dt_proj.weight @ x`` of mamba) is no packed layer's to hold.
+* A kind of linear with a forward of its own may compute something else than ``x @ weight.T`` (groups of inputs, each
+  with its own rows, in deepseek_v4).
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.mixture.routers import routers
@@ -33,7 +37,9 @@ def kept_dense(block: nn.Module) -> dict[str, str]:
     for name, linear in linears.items():
         owner, _, local = name.rpartition(".")
         kind: Any = type(block.get_submodule(owner))
-        if local in _multiplied(kind):
+        if not _computes_a_product(linear):
+            kept.setdefault(name, "a linear that computes something else")
+        elif local in _multiplied(kind):
             kept.setdefault(name, "its weight is multiplied by the block's own code")
         elif (
             name not in experts
@@ -42,6 +48,23 @@ def kept_dense(block: nn.Module) -> dict[str, str]:
         ):
             kept.setdefault(name, f"gate of {linear.out_features} outputs")
     return kept
+
+
+def _computes_a_product(linear: nn.Linear) -> bool:
+    """Tell whether a linear takes rows to as many rows: tried, without numbers, where its forward is its own."""
+    kind: Any = type(linear)
+    if kind.forward is nn.Linear.forward:
+        return True
+    tried: Any = copy.copy(linear)
+    tried._parameters = {name: None if p is None else p.to("meta") for name, p in linear._parameters.items()}
+    for rows in (5, 7):  # whatever they would be divided by
+        try:
+            found = tried(torch.empty(rows, linear.in_features, device="meta", dtype=linear.weight.dtype))
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return False
+        if not isinstance(found, Tensor) or found.shape != (rows, linear.out_features):
+            return False
+    return True
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from quantkit.model.mixture.routers import routers
 from quantkit.model.mixture.stand_in import NotOneExpert
 from quantkit.model.naming import Naming
 from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
-from quantkit.model.stepper import record
+from quantkit.model.stepper import record, run_block, run_tail
 
 COMMON: dict[str, Any] = dict(
     hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
@@ -194,8 +194,16 @@ def test_a_model_whose_class_names_its_body_otherwise_has_a_trunk() -> None:
     assert trunk(model) is model.get_submodule("model")
 
 
-def test_routers_that_read_the_block_before_theirs_are_refused_by_name() -> None:
-    config = AutoConfig.for_model("zaya", **COMMON | dict(num_hidden_layers=2, num_experts_per_tok=1))
+@torch.no_grad()
+def test_routers_that_read_the_block_before_theirs_are_given_it() -> None:
+    config = AutoConfig.for_model("zaya", **COMMON | dict(num_hidden_layers=3, num_experts_per_tok=1))
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UnsupportedModel, match=r"layers\.1: takes more of the block before it"):
-        record(model, find_blocks(model), torch.tensor([[3, 4, 5]]))
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    blocks = find_blocks(model)
+    recording = record(model, blocks, ids)
+    assert [call.takes for call in recording.calls] == [(), *[("prev_router_hidden_states",)] * 2]
+    hidden = recording.hidden
+    for block, call in zip(blocks.modules, recording.calls, strict=True):
+        hidden = run_block(block, hidden, call)
+    assert torch.equal(run_tail(model, blocks, ids, hidden), model(input_ids=ids).logits)
