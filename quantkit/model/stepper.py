@@ -48,6 +48,27 @@ def _forwards(modules: Sequence[nn.Module], stand_ins: Sequence[Callable[..., An
             del module.forward
 
 
+@contextlib.contextmanager
+def _seems_on(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let parts of a model whose first parameter is on meta say that they are on a device, where their code asks.
+
+    A tower's weights are not there while the language model is stepped; idefics3 moves embeddings to ``self.device``.
+    """
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for part in {id(m): m for m in model.modules() if hasattr(type(m), "device")}.values():
+        name, first = next(part.named_parameters(), ("", None))
+        if first is not None and first.is_meta:
+            owner, _, local = name.rpartition(".")
+            held = part.get_submodule(owner)
+            replaced.append((held, local, first))
+            held._parameters[local] = nn.Parameter(torch.zeros((), device=device).expand(first.shape), False)
+    try:
+        yield
+    finally:
+        for held, local, first in reversed(replaced):
+            held._parameters[local] = first
+
+
 class _NotUnderstood(Exception):
     """The model did not hand a block's stand-in result on to the next block."""
 
@@ -119,7 +140,8 @@ def _record(model: nn.Module, blocks: Blocks, input_ids: Tensor, returns: Callab
 
         return forward
 
-    with _forwards(list(blocks.modules), [recorder(i) for i in range(len(blocks))]), contextlib.suppress(_Stop):
+    stand_ins = [recorder(i) for i in range(len(blocks))]
+    with _forwards(list(blocks.modules), stand_ins), _seems_on(model, input_ids.device), contextlib.suppress(_Stop):
         model(input_ids=input_ids, use_cache=False)
     if len(calls) != len(blocks):
         raise UnsupportedModel(
@@ -211,7 +233,7 @@ def forward_tail(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
         tail: Tensor = run(input_ids=input_ids, use_cache=False).logits
         return tail if tail.shape[:-1] == input_ids.shape else None
 
-    return _after_blocks(blocks, hidden, logits)
+    return _after_blocks(model, blocks, hidden, logits)
 
 
 @torch.no_grad()
@@ -228,10 +250,10 @@ def forward_norm(model: nn.Module, blocks: Blocks, input_ids: Tensor, hidden: Te
         states: Tensor = body(input_ids=input_ids, use_cache=False).last_hidden_state
         return states if states.shape[:-1] == input_ids.shape else None
 
-    return _after_blocks(blocks, hidden, final)
+    return _after_blocks(model, blocks, hidden, final)
 
 
-def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | None]) -> Tensor:
+def _after_blocks(model: nn.Module, blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | None]) -> Tensor:
     """``run`` with blocks that return ``hidden``, in each way that blocks may return it.
 
     run: None from it means that this was not the way.
@@ -253,6 +275,7 @@ def _after_blocks(blocks: Blocks, hidden: Tensor, run: Callable[[], Tensor | Non
 
         with (
             _forwards(list(blocks.modules), [first, *[later] * (len(blocks) - 1)]),
+            _seems_on(model, hidden.device),
             contextlib.suppress(*wrong),
         ):
             outcome = run()
