@@ -8,7 +8,6 @@ At least one layer of every kind stays. What must fit each other in a way that n
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from tiny_overrides import NOT_ON_TEXT, OVERRIDES
+
+from quantkit.model.twin.shrink import fewer_layers
 
 GROUPS = ("causal", "image-text")
 VOCAB = 256
@@ -26,7 +27,6 @@ LAYER_COUNTS = (
 )  # fmt: skip
 OTHER_COUNTS = ("num_encoder_layers", "conf_num_hidden_layers")
 TOKEN_IDS = ("_token_id", "_token_index", "_start_id", "_end_id", "_newline_id", "_patch_id")
-NAMED_LAYERS = re.compile(r"layers$|layer_ids$|layer_idx$|indices$|indexes$")  # lists of numbers of layers
 PARTS = ("encoder", "decoder", "text_encoder", "audio_encoder")  # of a config, beside those that end with _config
 
 # What a number becomes if it is larger: the first pattern that is the whole key.
@@ -181,26 +181,13 @@ def _is_part(key: str, value: Any) -> bool:
 
 
 def _fewer_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the first layer of every kind, by the lists that have an entry for each layer, and at least two."""
-    small = dict(config)
+    """Keep the first layer of every kind, and at least two."""
     counted = next((key for key in LAYER_COUNTS if isinstance(config.get(key), int)), None)
     if counted is None:
-        return small
-    count = config[counted]
-    lists = {key: value for key, value in config.items() if isinstance(value, (list, tuple)) and key != "architectures"}
-    named = {key: value for key, value in lists.items() if NAMED_LAYERS.search(key) and _are_indices(value, count)}
-    described = {key: value for key, value in lists.items() if len(value) == count and key not in named}
-    apart = {int(index): fields for index, fields in (config.get("per_layer_config") or {}).items()}
-    kinds: dict[str, int] = {}
-    for index in range(count):
-        marks = [value[index] for value in described.values()] + [index in value for value in named.values()]
-        marks.append(apart.get(index))
-        kinds.setdefault(repr(marks), index)
-    chosen = sorted({*kinds.values(), *range(min(count, 2))})
-    small.update({key: [value[index] for index in chosen] for key, value in described.items()})
-    small.update({key: [chosen.index(each) for each in value if each in chosen] for key, value in named.items()})
-    if apart:
-        small["per_layer_config"] = {new: _one_layer(apart[old]) for new, old in enumerate(chosen) if old in apart}
+        return dict(config)
+    small, chosen = fewer_layers(config, config[counted])
+    if "per_layer_config" in small:
+        small["per_layer_config"] = {at: _one_layer(fields) for at, fields in (small["per_layer_config"] or {}).items()}
     for key in (*LAYER_COUNTS, *OTHER_COUNTS):
         if isinstance(config.get(key), int) and config[key] > 0:
             small[key] = len(chosen)
@@ -215,12 +202,6 @@ def _one_layer(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "head_dim" in fields and "qk_nope_head_dim" in fields:
         small["head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     return small
-
-
-def _are_indices(value: list[Any] | tuple[Any, ...], count: int) -> bool:
-    """Whether a list holds numbers of layers in ascending order."""
-    whole = all(type(entry) is int and 0 <= entry < count for entry in value)
-    return whole and all(a < b for a, b in itertools.pairwise(value))
 
 
 def _token_id(key: str, value: Any) -> Any:

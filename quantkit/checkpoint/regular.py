@@ -36,7 +36,22 @@ def given_path(name: str | Path) -> Path:
     except (RuntimeError, OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RequestError(f"{str(name)[:100]}: cannot be looked up ({reason}). Give the path of a file.") from error
+    require_utf8(path)
     return path
+
+
+def require_utf8(path: Path) -> None:
+    """Refuse a path that is no UTF-8: tokenizers cannot open it, and no JSON file of ours could name it.
+
+    path: as it was given; the folders above it count.
+
+    Raises RequestError.
+    """
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise RequestError(f"{shown}: this path is not UTF-8: neither tokenizers nor JSON files can name it. Rename it.") from None
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.regular import require_utf8
 from quantkit.checkpoint.storage.record import AGAIN, SHA256, read_record, sync, write_record
 from quantkit.checkpoint.storage.removal import remove
 from quantkit.checkpoint.storage.unfinished import lock_new, partial_folder, put_back, replaced_folder, sweep
@@ -267,6 +268,7 @@ class CheckpointWriter:
 
 def check_output(out: Path, overwrite: bool) -> None:
     """Raise RequestError if ``out`` cannot become a new folder."""
+    require_utf8(out)
     if out.is_symlink():
         raise RequestError(f"{out}: is a symbolic link. Give the folder itself as --out.")
     if out.exists() and not overwrite:

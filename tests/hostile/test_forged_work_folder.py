@@ -202,6 +202,16 @@ def test_every_field_of_the_job_has_its_type(mode: dict[str, Any], job: Stopped)
         assert f"'{name}' is missing" in job.refused(mode)
 
 
+def test_half_of_a_surrogate_pair_in_a_record_is_refused(job: Stopped) -> None:
+    for name in ("job.json", "parts/block-0000.json", "parts/block-0001.json"):
+        path = job.work / name
+        whole = record(path)
+        for changed in ({**whole, "\ud800": 1}, {**whole, "name": ["\udfff"]}):
+            forge(path, json.dumps(changed))
+            assert f"{path}: holds half of a surrogate pair" in job.refused({"resume": True})
+        job.reset()
+
+
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_what_is_no_record_is_refused_quickly(mode: dict[str, Any], job: Stopped) -> None:
     path = job.work / "job.json"
@@ -315,7 +325,7 @@ def test_a_job_that_nobody_touched_goes_on(
         assert [path.name for path in one.place.iterdir()] == ["out"]
 
 
-ODD: list[Any] = [None, "x", "", -1, 0.5, NAN, float("inf"), 1 << 70, [], {}, [[]], {"x": 1}, True]
+ODD: list[Any] = [None, "x", "9" * 5000, "", -1, 0.5, NAN, float("inf"), 1 << 70, [], {}, [[]], {"x": 1}, True]
 
 
 def variants(data: Any) -> Iterator[tuple[str, Any]]:

@@ -30,6 +30,8 @@ LARGEST = 1 << 27
 # of an integer: what a tensor can hold
 WIDEST = 1 << 63
 POSITIVE = object()
+# half of a surrogate pair, or the beginning of a whole one: quantkit writes neither as an escape
+ESCAPED_HALF = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 AGAIN = "quantkit did not write this. Start anew with --overwrite, or remove the work folder by hand."
 
 
@@ -74,6 +76,10 @@ def read_record(path: Path, shape: object, remedy: str = AGAIN) -> dict[str, Any
         return None
     try:
         data = json.loads(text)
+        if ESCAPED_HALF.search(text):
+            json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise WorkFolderError(f"{path}: holds half of a surrogate pair, which is no text. {remedy}") from error
     except (ValueError, RecursionError) as error:
         raise WorkFolderError(f"{path}: cannot be read ({str(error)[:100]}). {remedy}") from error
     return as_record(data, shape, path, remedy)

@@ -263,7 +263,7 @@ def identity(plan: Plan, inputs: Inputs) -> dict[str, Any]:
         **({} if inputs.distil is None else {"distilled_on": _text(inputs.distil)}),
         "device": device_name(plan.device),
         "products": plan.matmul_precision,
-        "versions": {"torch": torch.__version__, "transformers": version("transformers"), "numpy": version("numpy")},
+        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
         "threads": torch.get_num_threads(),
     }
 

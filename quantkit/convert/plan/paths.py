@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.regular import require_utf8
 from quantkit.checkpoint.storage.unfinished import TOKEN, partial_folder, unfinished
 from quantkit.checkpoint.writer import check_output
 from quantkit.convert.options.options import ConvertOptions
@@ -26,6 +27,8 @@ def check_paths(options: ConvertOptions) -> None:
     folder that is not usable or not quantkit's.
     """
     folder = options.work_folder
+    for path in (options.out, folder):
+        require_utf8(path)
     refuse_planted(folder)
     job = read_job(folder)
     _require_same_out(options, job)

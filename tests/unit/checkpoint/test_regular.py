@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint import regular
-from quantkit.checkpoint.regular import check_regular, open_regular, read_regular
-from quantkit.errors import SourceError
+from quantkit.checkpoint.regular import check_regular, given_path, open_regular, read_regular, require_utf8
+from quantkit.errors import RequestError, SourceError
 
 
 @pytest.mark.parametrize("opener", [open_regular, check_regular, lambda path: read_regular(path, 10)])
@@ -56,3 +56,13 @@ def test_a_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:
         stream.truncate(10**12)
     with pytest.raises(SourceError, match="more than 1,000,000 bytes"):
         read_regular(tmp_path / "sparse", 10**6)
+
+
+def test_a_path_that_is_not_utf_8_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"od\xffd")
+    for path in (folder, folder / "model"):
+        with pytest.raises(RequestError, match=r"od\\xffd.*not UTF-8"):
+            given_path(path)
+        with pytest.raises(RequestError, match=r"od\\xffd.*not UTF-8"):
+            require_utf8(path)
+    assert given_path(tmp_path / "größe") == tmp_path / "größe"

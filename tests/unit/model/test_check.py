@@ -48,3 +48,16 @@ def test_check_proves_stepping_and_lists_folds(kind: str) -> None:
     assert check.difference == 0.0
     assert [len(found.folds.accepted) for found in check.kinds] == [4]
     assert json.loads(json.dumps(check.to_json()))["stepping_equals_forward"] is True
+
+
+@pytest.mark.parametrize("kind", ["codegen", "gptj", "xlstm", "youtu", "granitemoehybrid", "mamba2"])
+def test_a_model_of_its_types_usual_size_has_a_small_twin_that_runs(kind: str) -> None:
+    twin = small_twin({"model_type": kind})
+    assert sum(p.numel() for p in twin.parameters()) < 5e6
+    with torch.no_grad():
+        assert twin(input_ids=torch.arange(3, 20)[None], use_cache=False).logits.isfinite().all()
+
+
+def test_the_twin_keeps_a_layer_of_every_kind_that_is_given_by_a_period() -> None:
+    config = small_config(dict(model_type="jamba", attn_layer_period=8, attn_layer_offset=4))
+    assert config["num_hidden_layers"] == 5
