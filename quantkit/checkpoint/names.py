@@ -30,12 +30,14 @@ class ParameterPart:
     index: as that entry of the tensor's first dimension; None: the whole tensor.
     part: the tensor is this one of several that make up the parameter, one after the other; None: it is all of it.
     parts: how many there are then.
+    alone: of an entry: it is the parameter, not fused with others.
     """
 
     parameter: str
     index: int | None = None
     part: int | None = None
     parts: int = 1
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,13 @@ class TensorRef:
     """Where a parameter is stored: a tensor, or one entry of its first dimension (an expert in a fused one).
 
     joined: the tensors, ``name`` the first of them, that make up the parameter along its first dimension.
+    alone: the entry is the parameter, not fused with others.
     """
 
     name: str
     index: int | None = None
     joined: tuple[str, ...] = ()
+    alone: bool = False
 
 
 def match_names(
@@ -73,7 +77,7 @@ def match_names(
         fresh = [part for part in parts_of(name) if part.parameter not in found]
         for part in fresh:
             if part.part is None:
-                found[part.parameter] = TensorRef(name, part.index)
+                found[part.parameter] = TensorRef(name, part.index, alone=part.alone)
                 continue
             held = pieces.setdefault(part.parameter, {})
             held[part.part] = name

@@ -51,7 +51,9 @@ def require_utf8(path: Path) -> None:
         str(path.absolute()).encode()
     except UnicodeEncodeError:
         shown = os.fsencode(path).decode(errors="backslashreplace")
-        raise RequestError(f"{shown}: this path is not UTF-8: neither tokenizers nor JSON files can name it. Rename it.") from None
+        raise RequestError(
+            f"{shown}: this path is not UTF-8: neither tokenizers nor JSON files can name it. Rename it."
+        ) from None
 
 
 def open_regular(path: Path) -> BinaryIO:

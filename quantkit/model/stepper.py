@@ -85,7 +85,7 @@ RETURNS: tuple[Callable[[Tensor], Any], ...] = (
     lambda hidden: [hidden],
 )
 # What a model raises that wanted a result of another form.
-OTHER_FORM = (IndexError, TypeError, ValueError)
+OTHER_FORM = (AttributeError, IndexError, TypeError, ValueError)
 
 
 @torch.no_grad()
@@ -174,6 +174,11 @@ def _arguments(
 def _streams(blocks: Blocks, hidden: Tensor, shape: Sequence[int]) -> Streams | None:
     """Return how the model keeps several hidden states at once; None for one. shape: of the token ids."""
     if hidden.dim() == 3:
+        if hidden.shape[:2] != (shape[0], shape[1]):
+            raise UnsupportedModel(
+                f"{blocks.prefix}: its blocks see {hidden.shape[1]} positions of {shape[1]} tokens; stepping the model"
+                " block by block is not supported."
+            )
         return None
     found = Streams.of(hidden, *shape)
     if found is None:

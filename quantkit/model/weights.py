@@ -88,7 +88,9 @@ class Weights:
             rows = sum(self.source.info(part).shape[0] for part in stored.joined)
             actual = (rows, *actual[1:])
             self._refuse_joined_linear(name)
-        if stored.index is not None:
+        if stored.alone:
+            expected = (len(self._expert(name)[0]), *expected)
+        elif stored.index is not None:
             experts, local = self._expert(name)
             whole = experts.shapes[experts.layout.fused_name(local)]
             actual = expected if info.shape == whole else info.shape
@@ -175,6 +177,8 @@ class Weights:
             value = torch.cat([self.source.read(part) for part in stored.joined])
         elif stored.index is None:
             value = self.as_stored(name, self.source.read(stored.name))  # and back again
+        elif stored.alone:
+            value = self.source.read_entry(stored.name, stored.index)
         else:
             experts, local = self._expert(name)
             value = experts.layout.pick(self._entry(stored, experts, local), local)

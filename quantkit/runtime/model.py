@@ -192,7 +192,7 @@ class Model:
     def context(self) -> int | None:
         """Tokens the model can attend to, prompt and answer together; None if its config names no limit."""
         limit = getattr(text_config(self.module), "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+        return None if limit is None or limit < 0 else int(limit)  # xlnet: -1
 
     def new_cache(self, capacity: int = 0) -> KVCache:
         """Return an empty cache.

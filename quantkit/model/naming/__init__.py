@@ -23,7 +23,8 @@ HALVES = {"gate_up_proj": GATED}  # other fused tensors hold one projection, of 
 class _PerExpert:
     """A rule of transformers: tensors that a checkpoint stores one per expert -> one fused tensor.
 
-    sources: patterns with ``*`` for the expert, in the order of the projections that the target stacks.
+    sources: patterns with ``*`` for the expert, in the order of the projections that the target stacks. Without it a
+    tensor holds one projection of all experts.
     """
 
     transform: Any
@@ -40,7 +41,8 @@ class Naming:
         self.parameters.update(model.state_dict())  # with buffers that checkpoints store
         self.experts = dict(expert_modules(model))
         self.left_out = [re.compile(text) for text in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-        self.renamings, self.rules, self.joins, self.converters = _mapping(model)
+        self.config: Any = model.config
+        self.renamings, self.rules, self.stacks, self.joins, self.converters = _mapping(model)
 
     def beside(self, stored: str) -> bool:
         """Tell whether a stored tensor belongs to a part of the model that transformers has no module for.
@@ -83,12 +85,29 @@ class Naming:
             target, pattern = rule.transform.rename_source_key(key)
             if pattern is not None:
                 return self._of_one_expert(rule, key, target, pattern)
+        for stack in self.stacks:
+            target, pattern = stack.transform.rename_source_key(key)
+            owner = target.rpartition(".")[0]
+            if pattern is not None and owner in self.experts:
+                local = f"{stack.projections[stack.sources.index(pattern)]}.weight"
+                each = enumerate(f"{owner}.{index}.{local}" for index in range(len(self.experts[owner])))
+                return [ParameterPart(name, index, alone=True) for index, name in each if name in self.parameters]
         for join in self.joins:
             target, pattern = join.rename_source_key(key)
             if pattern is not None and target in self.parameters:
-                sources = list(join.source_patterns)
-                return [ParameterPart(target, part=sources.index(pattern), parts=len(sources))]
+                return [self._of_a_join(join, key, target, pattern)]
         return self._of_all_experts(key)
+
+    def _of_a_join(self, join: Any, key: str, target: str, pattern: str) -> ParameterPart:
+        """Return which part of a parameter a tensor is, of those named one by one or numbered (qwen4_exp's shards)."""
+        sources = list(join.source_patterns)
+        counted = join.operations[0].num_shards_attribute
+        if counted is None:
+            return ParameterPart(target, part=sources.index(pattern), parts=len(sources))
+        number = _numbered(pattern).search(key)
+        assert number is not None
+        parts = int(getattr(self.config.get_text_config(), counted))
+        return ParameterPart(target, part=int(number[1]), parts=parts)
 
     def converter(self, stored: str) -> tuple[Any, str, str] | None:
         """Return the rule of transformers that computes parameters from a stored tensor, if any.
@@ -105,7 +124,7 @@ class Naming:
         return None
 
     def _of_one_expert(self, rule: _PerExpert, key: str, target: str, pattern: str) -> list[ParameterPart]:
-        number = re.search(re.escape(_plain(pattern)).replace(r"\*", r"(\d+)") + "$", key)
+        number = _numbered(pattern).search(key)
         owner = target.rpartition(".")[0]
         if number is None or owner not in self.experts:
             return []
@@ -155,13 +174,19 @@ class Naming:
         return candidates
 
 
+def _numbered(pattern: str) -> re.Pattern[str]:
+    """Return a pattern of transformers with ``*`` for a number as one that finds the number at the end of a name."""
+    return re.compile(re.escape(_plain(pattern)).replace(r"\*", r"(\d+)") + "$")
+
+
 def _plain(pattern: str) -> str:
     """Return what a pattern of transformers matches, ``*`` for a number excepted: some of them escape their dots."""
     return pattern.replace("\\.", ".")
 
 
-def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert], list[Any], list[Any]]:
-    """transformers' renamings for a model, its rules that gather experts, those that join tensors into one, and all.
+def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert], list[_PerExpert], list[Any], list[Any]]:
+    """transformers' renamings for a model, and its rules: those that gather experts, that fuse projections of which
+    each is stored for all experts, that join tensors into one, and all.
 
     The others of all are for towers alone (``converted.py``): of the language model, what they would convert has no
     place here, and is refused by name.
@@ -171,7 +196,7 @@ def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert], list[Any], 
 
     transforms = get_model_conversion_mapping(model, add_legacy=False)  # type: ignore[arg-type]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    rules, joins = [], []
+    rules, stacks, joins = [], [], []
     for transform in transforms:
         if not isinstance(transform, WeightConverter) or len(transform.target_patterns) != 1:
             continue
@@ -182,6 +207,8 @@ def _mapping(model: nn.Module) -> tuple[list[Any], list[_PerExpert], list[Any], 
         projections = HALVES.get(fused, (fused,))
         if gathers and len(projections) == len(sources):
             rules.append(_PerExpert(transform, sources, projections))
+        elif steps == [("Concatenate", 1)] and len(projections) == len(sources) and "*" not in "".join(sources):
+            stacks.append(_PerExpert(transform, sources, projections))
         elif steps == [("Concatenate", 0)]:
             joins.append(transform)
-    return renamings, rules, joins, [each for each in transforms if isinstance(each, WeightConverter)]
+    return renamings, rules, stacks, joins, [each for each in transforms if isinstance(each, WeightConverter)]

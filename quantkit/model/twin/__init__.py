@@ -6,6 +6,7 @@ does not look at the values of weights. Norm weights and biases are random too, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,9 +37,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 WIDTHS = ("hidden_size", "n_embd", "d_model", "embed_dim")
 POSITIONS = ("max_position_embeddings", "n_positions", "original_max_position_embeddings")
 VOCAB, WINDOW, MAX_GROUPED = 128, 4, 8
-MAX_WEIGHTS = (
-    300_000_000  # of a twin with the widths of its model, that is made only because a smaller one does not run
-)
+MAX_WEIGHTS = 300_000_000  # of a twin with its model's widths or layers, made only where a smaller one does not run
 # What a forward raises over sizes that do not fit each other.
 MISFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -50,15 +49,16 @@ def small_twin(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, se
     """
     first: nn.Module | None = None
     trouble: UnsupportedModel | None = None
-    for plan in ({}, {"least_heads": 4}, {"only_depth": True}):  # the last: widths fit in a way unknown here
+    # the last two: layers or widths fit each other in a way unknown here
+    for plan in ({}, {"least_heads": 4}, {"every_layer": True}, {"only_depth": True}):
         try:
             model = build_skeleton(small_config(config, **plan), dtype)
         except UnsupportedModel as error:
             trouble = error
             continue
-        if plan.get("only_depth") and _weights(model) > MAX_WEIGHTS:
+        if _weights(model) > MAX_WEIGHTS:
             trouble = trouble or UnsupportedModel(f"{config['model_type']}: no small model of its kind could be made.")
-            break
+            continue
         fill_random(model, dtype, seed)
         if _runs(model):
             return model
@@ -121,26 +121,31 @@ def fill_random(model: nn.Module, dtype: torch.dtype, seed: int = 0) -> None:
         model.tie_weights()  # type: ignore[operator]
 
 
-def small_config(config: Mapping[str, Any], only_depth: bool = False, least_heads: int = 2) -> dict[str, Any]:
+def small_config(
+    config: Mapping[str, Any], *, every_layer: bool = False, only_depth: bool = False, least_heads: int = 2
+) -> dict[str, Any]:
     """Shrink a config of the same model type: one or two layers of every kind, few small heads.
 
     The heads keep their proportion.
 
-    least_heads: that keys and values keep, if the model has so many.
+    every_layer: keep the depth. only_depth: keep the widths. least_heads: that keys and values keep, if the model has
+    so many.
     """
     full, part, unlisted = _complete(config)
-    if part is None:
-        return _shrunk(full, unlisted, only_depth, least_heads)
-    return {**full, part: _shrunk(full[part], unlisted, only_depth, least_heads)}
+    language = full if part is None else full[part]
+    small = _shallow(language, sys.maxsize if every_layer else unlisted)
+    if not only_depth:
+        _shrink_widths(language, small, least_heads)
+    return small if part is None else {**full, part: small}
 
 
-def _shrunk(full: Mapping[str, Any], unlisted: int, only_depth: bool, least_heads: int) -> dict[str, Any]:
-    """Shrink the config of a language model. unlisted: as ``_complete`` says."""
+def _shallow(full: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """Shrink depth and vocabulary of a language model's config. first: so many of the first layers stay."""
     layers = next((key for key in LAYERS if full.get(key) is not None), None)
     lists = [full[key] for key in LAYER_LISTS if isinstance(full.get(key), (list, tuple))]
     count = int(full[layers]) if layers else len(lists[0]) if lists else int(full[_first_key(full, LAYERS)])
     step = next((int(full[k]) for k in ("decoder_sparse_step", "first_k_dense_replace") if full.get(k)), 1)
-    small, chosen = fewer_layers(full, count, max(2, step + 1, unlisted))
+    small, chosen = fewer_layers(full, count, max(2, step + 1, first))
     if layers:
         small[layers] = len(chosen)
     for key in ("vocab_size", "vocab_size_per_layer_input"):
@@ -148,9 +153,7 @@ def _shrunk(full: Mapping[str, Any], unlisted: int, only_depth: bool, least_head
             small[key] = min(VOCAB, small[key])
     for key in [k for k in small if k.endswith("_token_id")]:
         if isinstance(small[key], (list, tuple)) or (small[key] or 0) >= VOCAB:
-            small[key] = None if key == "pad_token_id" else 1
-    if not only_depth:
-        _shrink_widths(full, small, least_heads)
+            small[key] = 0 if key == "pad_token_id" else 1
     return small
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import RequestError
+from quantkit.errors import RequestError, UnsupportedModel
 from quantkit.model.language import name_of, output_embeddings, trunk
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kernels.numba import threads
@@ -138,10 +138,17 @@ class HeadOnly:
         """Return the model's output, whose ``logits`` are ``[batch, tokens, vocab]``.
 
         inputs_embeds: final hidden states ``[batch, tokens, hidden]``.
+
+        Raises UnsupportedModel for a head that takes more of its body than these.
         """
         self._given.__dict__["hidden"] = inputs_embeds
         try:
             return self._alone(inputs_embeds=inputs_embeds, use_cache=use_cache)
+        except AttributeError as error:
+            raise UnsupportedModel(
+                f"{type(self._alone).__name__}: its head takes more of the model than final hidden states ({error});"
+                " running it is not supported."
+            ) from error
         finally:
             self._given.__dict__["hidden"] = None
 
