@@ -48,6 +48,11 @@ def _inside(part: str, values: dict[str, Any]) -> dict[str, Any]:
     return {f"{part}.{key}": value for key, value in values.items()}
 
 
+_GEMMA3N = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+}  # fmt: skip
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     **{kind: {"is_decoder": True} for kind in BOTH_WAYS},
     **{kind: dict(EVERY_HEAD) for kind in LATENT},
@@ -74,11 +79,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "ernie4_5_vl_moe": {"text_config.rope_parameters": _sections(3, 3, 2)},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
-    "gemma3n_text": {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [96] * 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
-    },
+    "gemma3n": _inside("text_config", _GEMMA3N),
+    "gemma3n_text": _GEMMA3N,
     "glm5_next": {**_inside("text_config", EVERY_HEAD), "text_config.index_kpool": 2},
     "glm4v_moe": {"text_config.rope_parameters": {**_sections(1, 1, 2), "partial_rotary_factor": 0.5}},
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1]},
@@ -98,6 +100,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {**EVERY_HEAD, "head_dim": 16},
     "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
     "nemotron": {"num_key_value_heads": 2},
+    "perception_lm": {
+        "vision_config.architecture": "vit_pe_core_tiny_patch16_384", "vision_config.model_args": {"embed_dim": 192},
+    },
     "qwen4_exp": _inside("text_config", _INDEXER),
     "qwen4_exp_text": _INDEXER,
     "recurrent_gemma": {"num_hidden_layers": 3},

@@ -13,7 +13,7 @@ from quantkit.core.activations import round_input
 from quantkit.core.host import release_free_memory
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, SourceError
+from quantkit.errors import CheckpointError, SourceError, UnsupportedModel
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.linears.transposed import TransposedLinear
 from quantkit.model.naming import Naming
@@ -47,7 +47,8 @@ def fill(
     dequantize: hold quantized weights as floats.
     kernel: a name from ``KERNELS`` for every layer, None for the measured choice.
 
-    Raises SourceError naming what is missing or left over, CheckpointError for a quantized module that does not fit.
+    Raises SourceError naming what is missing or left over, CheckpointError for a quantized module that does not fit,
+    UnsupportedModel for a constant that only the model's own constructor computes.
     """
     module_names = find_modules(module, reader, str(source.path))
     shared = {} if dequantize else tied_heads(module, source, module_names)
@@ -65,7 +66,13 @@ def fill(
     _load_dense(module, weights, {f"{name}.weight" for name in module_names.values()}, device)
     for name, buffer in list(module.named_buffers()):
         owner, _, local = name.rpartition(".")
-        module.get_submodule(owner)._buffers[local] = buffer.to(device)
+        if not buffer.is_meta:
+            module.get_submodule(owner)._buffers[local] = buffer.to(device)
+        elif local in module.get_submodule(owner)._non_persistent_buffers_set:
+            raise UnsupportedModel(
+                f"{source.path}: {name} is computed where {type(module.get_submodule(owner)).__name__} is built, which"
+                " happens without numbers here, and no checkpoint stores it; not supported."
+            )
     left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
     if left:
         raise SourceError(
