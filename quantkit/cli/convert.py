@@ -232,6 +232,12 @@ class ConvertCommand(GroupedCommand):
 )
 @grouped(
     "Method details",
+    "--quantize-mtp",
+    is_flag=True,
+    help="Quantize layers that predict further tokens (MTP), too: rounded, as no calibration text runs through them.",
+)
+@grouped(
+    "Method details",
     "--tune-steps",
     type=int,
     default=120,

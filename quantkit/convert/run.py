@@ -23,6 +23,7 @@ from quantkit.convert.output.verify import CastLoss, verify_folder, verify_kv
 from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.inputs import Inputs
 from quantkit.convert.plan.plan import Plan
+from quantkit.convert.plan.targets import outside_of_blocks
 from quantkit.convert.progress import Listener, Progress
 from quantkit.convert.report.bit_budget import allocation_lines
 from quantkit.convert.report.bit_budget import summary as budget_summary
@@ -302,7 +303,7 @@ def _finish(
     collected.notes += missing_folds(collected.folds)
     listen(Progress("blocks", total, total, collected.last_error()))
     listen(Progress("copy", total, total))
-    _quantize_head_embeddings(plan, decisions, work, collected)
+    _quantize_outside_of_blocks(plan, decisions, work, collected)
     work.check_decided({target.name for target in decisions.targets.values()}, set(collected.digests))
     if inputs.distil is not None:
         _distil(plan, inputs, decisions, work, collected, listen)
@@ -357,10 +358,10 @@ def _decide_cache(plan: Plan, work: Work, collected: Collected, report: ConvertR
     return cache
 
 
-def _quantize_head_embeddings(plan: Plan, decisions: Decisions, work: Work, collected: Collected) -> None:
-    """Quantize head and embeddings that a rule or the bit budget names, one at a time."""
+def _quantize_outside_of_blocks(plan: Plan, decisions: Decisions, work: Work, collected: Collected) -> None:
+    """Quantize head and embeddings that a rule or the bit budget names, and layers that predict further tokens."""
     scales: Scales = "minmax" if plan.options.scales == "minmax" else "search"
-    for index, target in enumerate(decisions.head_embeddings()):
+    for index, target in enumerate(outside_of_blocks(decisions.targets)):
         result = work.replay(f"head-embeddings-{index}")
         if result is None:
             result = BlockResult()

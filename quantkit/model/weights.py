@@ -116,8 +116,11 @@ class Weights:
         return experts, f"{projection}.{name.rpartition('.')[2]}"
 
     def stored(self, name: str) -> str:
-        """Name the stored tensor that a parameter is, or is cut from."""
-        return self.sources[name].name
+        """Name the stored tensor that a parameter is, or is cut from.
+
+        A tensor that belongs to no parameter (a layer that predicts further tokens) is stored under its own name.
+        """
+        return self.sources[name].name if name in self.sources else name
 
     def load(self, module_name: str, device: torch.device | str = "cpu") -> None:
         """Read every parameter below a module (``""`` = none but its own) onto a device, and move its buffers there.

@@ -79,6 +79,8 @@ class ConvertOptions:
     gptaq: bool = False
     # Of learning, per block: --method tune.
     tune_steps: int = 120
+    # Layers that predict further tokens too.
+    quantize_mtp: bool = False
     # Windows of the end-to-end pass, see convert.distil; 0: none.
     distil: int = 0
     seed: int = 0
@@ -272,6 +274,8 @@ class ConvertOptions:
             data.pop(key)
         if self.method != "tune":
             data.pop("tune_steps")
+        if not self.quantize_mtp:
+            data.pop("quantize_mtp")
         if not (self.needs_data or self.allocates):
             data.pop("samples")
             if not self.distil:

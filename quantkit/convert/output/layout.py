@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from quantkit.convert.plan.mtp_layers import matrices_without_module
 from quantkit.convert.plan.targets import Target, head_embeddings
 from quantkit.formats.interface import CheckpointLayout
 from quantkit.model.language import language_model, name_of
@@ -31,6 +32,8 @@ def checkpoint_layout(weights: Weights, targets: Mapping[str, Target], *, fp8_ca
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear) and name not in targets) or name in known
     ]
+    quantized = {target.name for target in targets.values()}
+    dense += [name for name in matrices_without_module(weights) if name not in quantized]
     schemes = {target.name: target.scheme for target in targets.values()}
     names_of_head_embeddings = [target.name for target in head_embeddings(targets)]
     return CheckpointLayout(dict(sorted(schemes.items())), sorted(dense), names_of_head_embeddings, fp8_cache)

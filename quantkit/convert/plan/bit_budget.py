@@ -18,6 +18,7 @@ from quantkit.algorithms.allocate import Choices, Option
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.presets import AUTO
 from quantkit.convert.options.rules import fused_groups
+from quantkit.convert.plan.mtp_layers import matrices_without_module
 from quantkit.convert.plan.targets import Target, Targets, second_copy
 from quantkit.convert.results import TOKENS, WINDOWS, Unit
 from quantkit.core.host import size_text
@@ -167,6 +168,7 @@ def plan_bit_budget(
         )
         return None
     parameters = sum(p.numel() for name, p in weights.parameters.items() if name not in weights.tied)
+    parameters += sum(m.out_features * m.in_features for m in matrices_without_module(weights).values())
     budget = options.target_size if options.target_bpw is None else int(options.target_bpw * parameters / 8 + 1e-6)
     assert isinstance(budget, int)
     units, costs = [], []

@@ -13,6 +13,7 @@ from torch import nn
 
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
+from quantkit.convert.plan.mtp_layers import mtp_linears
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.formats.interface import CheckpointLayout, Format
@@ -37,7 +38,7 @@ class Target:
 
     name: its module name in the checkpoint.
     parameter: its parameter name in the skeleton.
-    kind: "linear" or one of ``HEAD_EMBEDDINGS``.
+    kind: "linear", "mtp" (a linear that no block of the skeleton holds) or one of ``HEAD_EMBEDDINGS``.
     """
 
     name: str
@@ -66,6 +67,11 @@ class Targets:
 
 def head_embeddings(targets: Mapping[str, Target]) -> list[Target]:
     """Return the quantized weights outside the blocks: head and embeddings."""
+    return [target for target in targets.values() if target.kind in HEAD_EMBEDDINGS]
+
+
+def outside_of_blocks(targets: Mapping[str, Target]) -> list[Target]:
+    """Return the quantized weights that are no linears of blocks: head, embeddings, linears of MTP layers."""
     return [target for target in targets.values() if target.kind != "linear"]
 
 
@@ -75,25 +81,33 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     Raises RequestError for a rule that cannot be (syntax, no match), and if nothing is left to quantize.
     """
     names = _linears(blocks, weights)
+    mtp = mtp_linears(weights, blocks) if options.quantize_mtp else {}
     matrices = _find_head_embeddings(weights)
     known = [name for matrix in matrices for name in matrix.names]
-    choice = choose_schemes(
-        parse_rules(options.rules, options.scheme), options.scheme, [stored for stored, _ in names.values()], known
-    )
+    linears = [*(stored for stored, _ in names.values()), *mtp]
+    choice = choose_schemes(parse_rules(options.rules, options.scheme), options.scheme, linears, known)
     targets, problems = Targets(), list(choice.problems)
     wanted: list[_Wanted] = [
-        (module, stored, linear, "linear", choice.schemes[stored]) for module, (stored, linear) in names.items()
+        (module, stored, (linear.out_features, linear.in_features), "linear", choice.schemes[stored])
+        for module, (stored, linear) in names.items()
     ]
+    wanted += [(name, name, (m.out_features, m.in_features), "mtp", choice.schemes[name]) for name, m in mtp.items()]
     if options.allocates:
         targets.free = [module for module, (stored, _) in names.items() if stored not in choice.taken]
     for matrix in matrices:
         scheme = _head_or_embedding_scheme(options, form, matrix, choice, targets)
-        wanted.append((matrix.module, matrix.stored, matrix.owner, matrix.kind, scheme))
+        wanted.append((matrix.module, matrix.stored, matrix.owner.weight.shape, matrix.kind, scheme))
     adapted = _fit(form, wanted, targets, problems)
     targets.problems += collapse(problems)
+    rounded = sum(1 for target in targets.chosen.values() if target.kind == "mtp")
+    if rounded and options.method != "rtn":
+        targets.warnings.append(
+            f"--quantize-mtp: {rounded} linears of layers that predict further tokens are rounded as --method rtn does:"
+            " no calibration text runs through them"
+        )
     if not targets.chosen:
         raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
-    head_embedding_names = [t.name for t in targets.chosen.values() if t.kind != "linear"]
+    head_embedding_names = [target.name for target in head_embeddings(targets.chosen)]
     unsayable = form.cannot_say(
         CheckpointLayout({t.name: t.scheme for t in targets.chosen.values()}, targets.kept, head_embedding_names)
     )
@@ -107,11 +121,11 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     return targets
 
 
-# module name, stored name, module that owns the weight, kind, scheme (None: 16 bit)
-_Wanted = tuple[str, str, Any, str, Scheme | None]
+# module name, stored name, shape [out, in], kind, scheme (None: 16 bit)
+_Wanted = tuple[str, str, Sequence[int], str, Scheme | None]
 
 
-def _linears(blocks: Blocks, weights: Weights) -> dict[str, tuple[str, nn.Module]]:
+def _linears(blocks: Blocks, weights: Weights) -> dict[str, tuple[str, nn.Linear]]:
     """Return the blocks' linears by module name, each with its stored name.
 
     A matrix that several blocks share stays as it is: each block would want other codes.
@@ -153,22 +167,21 @@ def _fit(
     """
     adapted: dict[tuple[int, int | None, int | None], int] = {}
     sizes = _group_sizes(
-        form, [(replace(scheme, activations=None), owner.weight.shape[1]) for *_, owner, _, scheme in wanted if scheme]
+        form, [(replace(scheme, activations=None), shape[1]) for *_, shape, _, scheme in wanted if scheme]
     )
-    for module, stored, owner, kind, scheme in wanted:
+    for module, stored, (out_features, in_features), kind, scheme in wanted:
         if scheme is None:
-            if kind == "linear":
+            if kind not in HEAD_EMBEDDINGS:
                 targets.kept.append(stored)
             continue
-        if kind != "linear":  # a lookup has no activations, and engines run heads in 16 bit
+        if kind in HEAD_EMBEDDINGS:  # a lookup has no activations, and engines run heads in 16 bit
             scheme = replace(scheme, activations=None)
-        out_features, in_features = owner.weight.shape
         fitted = replace(scheme, group_size=sizes[replace(scheme, activations=None), in_features])
         if fitted != scheme:
             key = (in_features, scheme.group_size, fitted.group_size)
             adapted[key] = adapted.get(key, 0) + 1
         targets.chosen[module] = Target(stored, f"{module}.weight", out_features, in_features, fitted, kind)
-        if kind != "linear" and kind not in form.head_embeddings:
+        if kind in HEAD_EMBEDDINGS and kind not in form.head_embeddings:
             reason = (
                 f"{form.name} cannot hold {_KIND_WORDS[kind]} so that engines read it."
                 " Use --format native, or drop the rule."

@@ -16,6 +16,8 @@ from quantkit.checkpoint.names import ParameterPart
 from quantkit.model.mixture.experts import expert_modules
 from quantkit.model.mixture.layout import GATED
 
+# What tensors of layers that predict further tokens are called, in all of qwen3_next, nemotron_h, longcat_flash, mimo.
+MTP = re.compile(r"(?:^|\.)mtp(?:_layers)?\.")
 HALVES = {"gate_up_proj": GATED}  # other fused tensors hold one projection, of their own name
 
 
@@ -47,10 +49,21 @@ class Naming:
     def beside(self, stored: str) -> bool:
         """Tell whether a stored tensor belongs to a part of the model that transformers has no module for.
 
-        It says so itself: layers that predict further tokens, a head of another task.
+        It says so itself: layers that predict further tokens (MTP), a head of another task. What is called mtp, and
+        the layers behind the last one of which config.json says that they are such, count too.
         """
         keys = (stored, f"{self.prefix}.{stored}")
-        return any(pattern.search(key) for pattern in self.left_out for key in keys) or any(map(self._no_expert, keys))
+        known = any(pattern.search(key) for pattern in (*self.left_out, MTP) for key in keys)
+        return known or any(self._further_layer(key) or self._no_expert(key) for key in keys)
+
+    def _further_layer(self, key: str) -> bool:
+        """Whether a stored tensor is of one of the ``num_nextn_predict_layers`` behind the decoder's last layer."""
+        config = self.config.get_text_config()
+        further, layers = (getattr(config, name, None) for name in ("num_nextn_predict_layers", "num_hidden_layers"))
+        found = re.search(r"(?:^|\.)layers\.(\d{1,6})\.", key)
+        if found is None or not isinstance(further, int) or not isinstance(layers, int):
+            return False
+        return layers <= int(found[1]) < layers + further
 
     def _no_expert(self, key: str) -> bool:
         """Whether a stored tensor is kept for a choice that is no expert (longcat_flash's experts of identity)."""

@@ -64,6 +64,16 @@ def fill(
     else:
         load_packed(module, source, reader, module_names, shared, device, dtype, kernel)
     _load_dense(module, weights, {f"{name}.weight" for name in module_names.values()}, device)
+    _move_buffers(module, source, device)
+    left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+    if left:
+        raise SourceError(
+            f"{source.path}: {len(left)} tensors got no value, first {left[0]!r}. The checkpoint is incomplete."
+        )
+
+
+def _move_buffers(module: nn.Module, source: Source, device: torch.device) -> None:
+    """Bring buffers onto the device. Raises UnsupportedModel for one that has no value, and no place in a file."""
     for name, buffer in list(module.named_buffers()):
         owner, _, local = name.rpartition(".")
         if not buffer.is_meta:
@@ -73,11 +83,6 @@ def fill(
                 f"{source.path}: {name} is computed where {type(module.get_submodule(owner)).__name__} is built, which"
                 " happens without numbers here, and no checkpoint stores it; not supported."
             )
-    left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
-    if left:
-        raise SourceError(
-            f"{source.path}: {len(left)} tensors got no value, first {left[0]!r}. The checkpoint is incomplete."
-        )
 
 
 def load_packed(
@@ -227,6 +232,8 @@ def _equal(weights: Weights, name: str, twin: str) -> bool:
 def find_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:
     """Return quantized module of the file -> the module of the model that it belongs to.
 
+    Modules of parts that the model does not run (layers that predict further tokens) are left out.
+
     Call it while each module still has its weight.
 
     module: the skeleton.
@@ -239,6 +246,8 @@ def find_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict
     module_names: dict[str, str] = {}
     for stored in reader.modules:
         name = naming.module(stored)
+        if name is None and naming.beside(f"{stored}.weight"):
+            continue
         if name is None or not isinstance(module.get_submodule(name), (nn.Linear, nn.Embedding)):
             raise CheckpointError(
                 f"{where}: holds a quantized weight for {stored!r}, but the model has no linear layer of that name."
