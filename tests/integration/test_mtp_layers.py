@@ -76,7 +76,7 @@ def test_they_are_copied_and_named_as_not_quantized(kind: str, source: Path, con
     assert matrices <= set(ignored(source.parent / "out"))
 
 
-@pytest.mark.parametrize("options", [{}, {"method": "gptq"}, ids=str)
+@pytest.mark.parametrize("options", [{}, {"method": "gptq"}], ids=str)
 def test_their_linears_are_quantized_on_request(
     kind: str, source: Path, convert: Convert, options: dict[str, Any]
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_size_counts_them(kind: str, convert: Convert) -> None:
     folder = convert("out", quantize_mtp=True, target_bpw=bits, format="native")
     assert f"{KINDS[kind]}self_attn.o_proj" in schemes(folder)
     stored = sum(value.numel() for value in load_file(folder.parent / "source" / "model.safetensors").values())
-    assert bits - 0.5 < 8 * (folder / "model.safetensors").stat().st_size / stored < bits + 2  # its header is large here
+    assert bits - 0.5 < 8 * (folder / "model.safetensors").stat().st_size / stored < bits + 2  # with its header
 
 
 def test_rules_hold_for_them(kind: str, convert: Convert) -> None:
