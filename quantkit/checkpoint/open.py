@@ -23,6 +23,8 @@ def open_source(ref: str | Path | Source) -> Source:
     for a folder or file that cannot be a model.
     """
     if not isinstance(ref, str | Path):
+        if not hasattr(ref, "read_entry"):  # a protocol: what it needs to have
+            given_path(ref)
         return ref
     path = given_path(ref)
     if isinstance(ref, str) and is_named(ref) and not path.exists():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from quantkit.errors import RequestError, SourceError
 
@@ -23,13 +23,15 @@ KINDS = {
 FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
 
 
-def given_path(name: str | Path) -> Path:
+def given_path(name: Any) -> Path:
     """Return the path that somebody named, with ``~`` unfolded; whether anything lies there is for the caller to ask.
 
-    name: as it was given.
+    name: as it was given, text or ``Path``.
 
-    Raises RequestError for a home that does not exist, or a name that no file can have.
+    Raises RequestError for anything else, a home that does not exist, or a name that no file can have.
     """
+    if not isinstance(name, (str, Path)):
+        raise RequestError(f"a model, text or folder is given by a path or a name, not by {type(name).__name__}.")
     try:
         path = Path(name).expanduser()
         path.exists()

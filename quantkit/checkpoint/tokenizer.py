@@ -165,6 +165,7 @@ def _locate(ref: str | Path | Source) -> Path:
         raise SourceError(f"{path}: no tokenizer can be read from this file. Give the model's folder or a .gguf file.")
     if path.is_dir():
         refuse_links_out(path)
+        _check_files(path)
     ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else []
     if ggufs and not any((path / name).exists() for name in VOCABULARY_FILES):
         if len(ggufs) > 1:
@@ -177,7 +178,6 @@ def _from_folder(path: Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     _require_vocabulary(path)
-    _check_files(path)
     reader: Any = AutoTokenizer
     if class_of_its_own(path):
         if (path / "tokenizer.json").is_file():
@@ -210,8 +210,19 @@ def class_of_its_own(folder: Path) -> bool:
 
 
 def _check_files(path: Path) -> None:
-    """Raise SourceError for a tokenizer file that is no regular file, or larger than any is."""
-    for file in (path / name for name in (*TOKENIZER_FILES, "config.json")):
+    """Raise SourceError for a tokenizer file that is no regular file, or larger than any is, and for other files' names.
+
+    transformers would read a file that ``fast_tokenizer_files`` names in the place of tokenizer.json, wherever it lies.
+    """
+    named = read_json(path / CONFIG).get("fast_tokenizer_files") if (path / CONFIG).exists() else None
+    if named not in (None, [], ["tokenizer.json"]):
+        raise SourceError(
+            f"{path / CONFIG}: fast_tokenizer_files names other files than tokenizer.json, for other versions of"
+            " transformers. Take the field out, and name the file that you want tokenizer.json."
+        )
+    templates = [file for file in sorted((path / TEMPLATES).rglob("*")) if not file.is_dir()]
+    others = [*path.glob("*.tiktoken"), *templates]
+    for file in [*(path / name for name in (*TOKENIZER_FILES, "config.json")), *others]:
         if file.exists():
             check_regular(file)
             if file.stat().st_size > MOST_BYTES:

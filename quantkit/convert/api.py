@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.open import open_source
+from quantkit.checkpoint.regular import given_path
 from quantkit.convert.options.checks import refuse_without_effect
 from quantkit.convert.options.resolve import renamed, resolve_options
 from quantkit.convert.plan.plan import Plan, make_plan
@@ -61,9 +62,10 @@ def plan_request(source: str | Path, out: str | Path, *, preset: str | None = No
     Raises QuantkitError for what makes planning itself impossible; everything else is in the plan's ``problems``.
     """
     typed = renamed(typed)
+    where = given_path(out)
     options = resolve_options(source, out, preset, typed)
     opened = open_source(source)
-    repacking = plan_repack(opened, Path(out), typed)
+    repacking = plan_repack(opened, where, typed)
     if repacking is not None:
         refuse_preset(str(source), preset)
         return repacking

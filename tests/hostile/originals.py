@@ -93,6 +93,7 @@ def _gguf(path: Path, model: Any, tokenizer: Any) -> None:
     inner = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = sorted(inner["vocab"], key=inner["vocab"].get)
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(32)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
     writer.add_block_count(2)

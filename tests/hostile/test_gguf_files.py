@@ -12,6 +12,7 @@ import pytest
 from hostile.limits import Limited
 
 from quantkit.checkpoint.gguf_files.header import read_header
+from quantkit.errors import SourceError
 
 OPEN, TOKENIZER = "hostile.entries:opened_and_built", "quantkit.checkpoint.tokenizer:load_tokenizer"
 WIDTH, LAYERS, HEADS, MLP = 64, 2, 4, 96
@@ -161,3 +162,30 @@ def test_offsets_count_from_the_files_start(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf")
     ours = {name: (tensor.offset, tensor.nbytes) for name, tensor in read_header(path).tensors.items()}
     assert ours == {t.name: (int(t.data_offset), int(t.n_bytes)) for t in gguf.GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("padding", range(0, 32, 3))
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8, 16, 64, 128])
+def test_an_alignment_that_is_not_the_writers(alignment: int, padding: int, tmp_path: Path) -> None:
+    """The data would begin elsewhere, and every number be another; whatever length the header has."""
+    path = write(tmp_path / "model.gguf", general__alignment=32, general__description="x" * padding)
+    header = read_header(path)
+    raw = path.read_bytes()
+    said = b"general.alignment" + struct.pack("<II", 4, 32)
+    assert raw.count(said) == 1
+    path.write_bytes(raw.replace(said, b"general.alignment" + struct.pack("<II", 4, alignment)))
+    try:
+        found = read_header(path).tensors
+    except SourceError as error:
+        assert str(path) in str(error)
+    else:  # the header happens to end where both alignments begin
+        assert found == header.tensors
+
+
+@pytest.mark.parametrize("extra", [1, 31, 1000])
+def test_bytes_behind_the_last_tensor(extra: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf")
+    with path.open("ab") as stream:
+        stream.write(b"\1" * extra)
+    with pytest.raises(SourceError, match="follow the last tensor"):
+        read_header(path)

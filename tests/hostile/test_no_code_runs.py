@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.checkpoint.foreign_files.code_references import without_code
+from quantkit.checkpoint.foreign_files.code_references import NOT_PASSED_ON, without_code
 
 PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 PLANTED = Path(__file__).with_name("planted.py")
@@ -143,6 +143,8 @@ def test_no_file_of_a_folder_is_executed(
         custom_pipelines={"x": {"impl": "m.E"}},
     )
     edit(tiny_model / "config.json", **change(tiny_model))
+    for name in ("generation_config.json", "preprocessor_config.json", "processor_config.json", "more.json"):
+        (tiny_model / name).write_text(json.dumps({"auto_map": AUTO_MAP, "custom_generate": "someuser/repo"}))
     found = runs(tiny_model, tmp_path / "out", marks, calibration_text)
     assert found["marks"] == []
     assert found["seen"] == [], found
@@ -160,10 +162,10 @@ def test_no_file_of_a_folder_is_executed(
 
 
 def passes_on_no_code(folder: Path) -> bool:
-    """Whether a converted folder holds none of the planted files, and its JSON names none."""
+    """Whether a converted folder holds none of the planted files, and its JSON names no code and no kernel."""
     names = {path.name for path in folder.rglob("*") if path.suffix in (".py", ".bin", ".pt", ".pkl")}
-    read = [json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json")]
-    return not names and not any("auto_map" in data or "_name_or_path" in data for data in read)
+    read = "".join(path.read_text() for path in folder.rglob("*.json") if path.name != "tokenizer.json")
+    return not names and not [key for key in NOT_PASSED_ON if f'"{key}"' in read]
 
 
 def test_planted_code_would_have_been_seen(

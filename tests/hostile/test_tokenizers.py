@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hostile.limits import Limited
+
+from quantkit.convert.api import plan_request
+from quantkit.errors import SourceError
 
 READ = "hostile.test_tokenizers:read"
 LONG = "a" * 60 + "b"
@@ -120,3 +124,24 @@ def test_a_tokenizer_that_is_code_alone_is_refused(change: dict[str, Any], tiny_
     outcome = limited(READ, str(tiny_model))
     outcome.refused("tokenizer_config.json", "which is not run", "no tokenizer.json")
     assert "trust_remote_code" not in outcome.message
+
+
+@pytest.mark.parametrize("named", [["../other.json"], ["tokenizer.4.0.0.json"], "tokenizer.json", {"a": 1}])
+def test_other_files_in_the_place_of_tokenizer_json(named: Any, tiny_model: Path, limited: Limited) -> None:
+    file = tiny_model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"fast_tokenizer_files": named}))
+    (tiny_model / "tokenizer.4.0.0.json").write_text((tiny_model / "tokenizer.json").read_text())
+    limited(READ, str(tiny_model)).refused(str(tiny_model), "fast_tokenizer_files")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, sparse], ids=["FIFO", "sparse"])
+def test_a_further_chat_template_that_is_none(
+    make: Callable[[Path], None], tiny_model: Path, tmp_path: Path, limited: Limited
+) -> None:
+    """Named before a block is worked on, and neither read nor copied."""
+    file = tiny_model / "additional_chat_templates" / "tools.jinja"
+    file.parent.mkdir()
+    make(file)
+    limited(READ, str(tiny_model)).refused(str(file))
+    with pytest.raises(SourceError, match=re.escape(str(file))):
+        plan_request(tiny_model, tmp_path / "out", method="rtn")

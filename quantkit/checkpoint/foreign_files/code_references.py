@@ -25,6 +25,7 @@ IMPLEMENTATION_KEYS = frozenset(
         "use_kernels", "kernel_config",
     }
 )  # fmt: skip
+NOT_PASSED_ON = CODE_KEYS | IMPLEMENTATION_KEYS | {"attribute_map"}
 
 
 def without_code(config: Mapping[str, Any], *also: str) -> dict[str, Any]:
@@ -40,10 +41,19 @@ def without_code(config: Mapping[str, Any], *also: str) -> dict[str, Any]:
 def passed_on(config: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a config as it goes into the output folder: it names no code either, as none is copied.
 
-    config: content of config.json or tokenizer_config.json.
+    config: content of any of a model's JSON files. ``sub_configs`` and ``name_or_path`` stay: they are data elsewhere,
+    and transformers takes no code by them.
     """
-    clean: dict[str, Any] = _without(config, CODE_KEYS)
+    clean: dict[str, Any] = _without(config, NOT_PASSED_ON)
     return clean
+
+
+def may_name_code(data: bytes) -> bool:
+    """Tell whether the bytes of a file hold, in any spelling that JSON has, a key that names code.
+
+    data: of a file that is no JSON object.
+    """
+    return b"\\u" in data or any(f'"{key}"'.encode() in data for key in NOT_PASSED_ON)
 
 
 def _without(value: Any, away: frozenset[str]) -> Any:

@@ -101,6 +101,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     if "tie_word_embeddings" in config:  # null is nothing said elsewhere; of this field every model type asks a word
         check_field(where, "tie_word_embeddings", config["tie_word_embeddings"], Flag())
     _check_head_dim(config, where)
+    _check_rope(config, where)
     if config.get("is_causal") is False:
         raise SourceError(
             f"{where}: is_causal is false: each token would see those after it. quantkit runs causal language models."
@@ -128,6 +129,41 @@ def _check_head_dim(config: Mapping[str, Any], where: str) -> None:
     for part in config.values():
         if isinstance(part, Mapping):
             _check_head_dim(part, where)
+
+
+def _check_rope(config: Mapping[str, Any], where: str, width: int = 0) -> None:
+    """Refuse factors of a rotary embedding that do not fit each other, or the heads; transformers goes on with them.
+
+    width: of what turns in a head, as the config around this part says; 0 where it is not known.
+    """
+    width = _rotary_width(config) or width
+    lists = {name: config[name] for name in ("short_factor", "long_factor") if isinstance(config.get(name), list)}
+    for name, factors in lists.items():
+        wanted = width // 2 or len(lists.get("short_factor", factors))
+        if len(factors) != wanted:
+            raise SourceError(
+                f"{where}: {name} has {len(factors)} entries, expected {wanted}, one for each pair that turns."
+                " Download it again."
+            )
+    fast, slow = config.get("beta_fast"), config.get("beta_slow")
+    if fast is not None and slow is not None and fast <= slow:
+        raise SourceError(
+            f"{where}: beta_fast is {fast} and beta_slow {slow}, expected more than that. Download it again."
+        )
+    for part in config.values():
+        if isinstance(part, Mapping):
+            _check_rope(part, where, width)
+
+
+def _rotary_width(config: Mapping[str, Any]) -> int:
+    """Return the channels of a head that turn, 0 where the config does not say."""
+    heads, hidden, width = (config.get(name) for name in ("num_attention_heads", "hidden_size", "qk_rope_head_dim"))
+    width = width or config.get("head_dim")
+    if not isinstance(width, int) and isinstance(heads, int) and isinstance(hidden, int) and heads:
+        width = hidden // heads
+    rope = next((config[n] for n in ("rope_parameters", "rope_scaling") if isinstance(config.get(n), Mapping)), {})
+    share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    return int(width * share) if isinstance(width, int) else 0
 
 
 def check_claims(config: Mapping[str, Any], sizes: Sequence[int], where: str) -> None:

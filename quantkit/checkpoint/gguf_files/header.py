@@ -117,10 +117,11 @@ def _placed(
 ) -> dict[str, StoredTensor]:
     """Count offsets from the file's start, and refuse tensors that are misaligned, overlap or lie apart.
 
-    llama.cpp asks for the same: each begins where the one before ends, padded to the alignment.
+    llama.cpp asks for the same: each begins where the one before ends, padded to the alignment. Behind the last one is
+    nothing but its padding: an alignment that is not the writer's moves all numbers, and leaves something there.
     """
     start = -(-header // alignment) * alignment
-    position, before = 0, "the header"
+    position, before, end = 0, "the header", 0
     for name, tensor in sorted(table.items(), key=lambda item: item[1].offset):
         if start + tensor.offset + tensor.nbytes > size:
             raise SourceError(
@@ -133,7 +134,13 @@ def _placed(
                 f"{path}: tensor {name!r} has offset {tensor.offset}, {how}: expected {position}, after {before!r}. The"
                 " file is damaged; download it again."
             )
-        position, before = -(-(position + tensor.nbytes) // alignment) * alignment, name
+        end = position + tensor.nbytes
+        position, before = -(-end // alignment) * alignment, name
+    if size not in (start + end, start + position):
+        raise SourceError(
+            f"{path}: {size - start - end} bytes follow the last tensor, {before!r}: the file has {size} bytes, its"
+            f" tensors end at {start + end} (general.alignment {alignment}). The file is damaged; download it again."
+        )
     return {
         name: StoredTensor(tensor.kind, tensor.shape, start + tensor.offset, tensor.nbytes)
         for name, tensor in table.items()

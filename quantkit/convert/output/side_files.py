@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.foreign_files.code_references import passed_on
+from quantkit.checkpoint.foreign_files.code_references import may_name_code, passed_on
+from quantkit.checkpoint.foreign_files.fields import read_json
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.checkpoint.writer import disk, write_json
-from quantkit.convert.plan.carried import carried
+from quantkit.convert.plan.carried import LARGEST, carried
 from quantkit.core.kvscheme import KVPlan
 from quantkit.formats import side_files
+from quantkit.errors import SourceError
 from quantkit.formats.kv_scales import write_kv_plan
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -48,7 +50,7 @@ def write_beside(
         write_json(folder / "config.json", config)
         _write_generation_config(source, folder)
         for path in carried(source)[0]:
-            shutil.copyfile(path, folder / path.name)
+            _copy(path, folder / path.name)
         write_tokenizer(source, folder)
         if kv is not None:
             write_kv_plan(folder, kv)
@@ -60,7 +62,26 @@ def write_beside(
 def _write_generation_config(source: Source, folder: Path) -> None:
     original = source.path / "generation_config.json"
     if original.is_file():
-        shutil.copyfile(original, folder / original.name)
+        _copy(original, folder / original.name)
         return
     special = {key: source.config[key] for key in SPECIAL if source.config.get(key) is not None}
     write_json(folder / original.name, special)
+
+
+def _copy(path: Path, to: Path) -> None:
+    """Copy a file of the source byte by byte, but a JSON object that names code without those names.
+
+    JSON that is no object, or that no strict parser reads, is somebody's data and stays as it is. Raises SourceError if
+    such a file may name code.
+    """
+    if path.suffix == ".json":
+        try:
+            content = read_json(path, LARGEST)
+        except SourceError:
+            if may_name_code(path.read_bytes()):
+                raise
+            content = {}
+        if passed_on(content) != content:
+            write_json(to, passed_on(content))
+            return
+    shutil.copyfile(path, to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.checkpoint.long_texts import PIECE
@@ -118,10 +119,12 @@ def _kind(value: Any) -> str:
 def check_ids(input_ids: Tensor, rows: int) -> None:
     """Raise RequestError for ids that are no tokens; torch would fail on some, and take -1 for the last one.
 
-    input_ids: int64, any shape. rows: of the embedding.
+    input_ids: int64 ``[batch, tokens]``. rows: of the embedding.
     """
-    if not input_ids.numel():
-        return
+    whole = isinstance(input_ids, Tensor) and input_ids.dtype in (torch.int64, torch.int32)
+    if not whole or input_ids.dim() != 2 or not input_ids.numel():
+        found = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else type(input_ids)
+        raise RequestError(f"input_ids: expected a tensor of int64 [batch, tokens], found {found}.")
     low, high = (int(end) for end in input_ids.aminmax())
     if low < 0 or high >= rows:
         raise RequestError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from architectures import ARCHITECTURES, tiny_config
 
@@ -50,3 +52,25 @@ def test_more_experts_than_the_bytes_could_hold() -> None:
     check_claims(large, [7168 * 2048 * 2] * 1000, "model")
     with pytest.raises(SourceError, match="n_routed_experts"):
         check_claims({"n_routed_experts": 16384, "num_hidden_layers": 4, "hidden_size": 64}, [1 << 10] * 20, "model")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7},
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0, "beta_slow": 0},
+        {"full_attention": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 32}},
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rope_factors_that_do_not_fit_each_other_or_the_heads(key: str, rope: dict[str, Any]) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, key: rope}
+    for given in (config, {"text_config": config}):
+        with pytest.raises(SourceError, match="short_factor|long_factor|beta_fast"):
+            check_config(given, "config.json")
+
+
+def test_rope_factors_of_a_part_of_the_head() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "partial_rotary_factor": 0.5}
+    check_config({"hidden_size": 64, "num_attention_heads": 4, "rope_parameters": rope}, "config.json")
