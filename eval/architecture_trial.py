@@ -6,6 +6,7 @@ Runs in a child process (``architectures.py``): what crashes or hangs there ends
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -105,7 +106,8 @@ class Stages:
             raise ValueError(f"its logits are {tuple(self.expected.shape)}, or not finite")
 
     def save(self, source: Path) -> None:
-        self.model.save_pretrained(source)
+        """In bf16, as models are published; the values are exact in it (``fill_random``)."""
+        copy.deepcopy(self.model).to(torch.bfloat16).save_pretrained(source)
         write_tokenizer(source)
 
     def inspect(self, source: Path) -> None:
@@ -237,7 +239,9 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_dequantized(source: Path, out: Path, plain: Path, turned: tuple[str, ...]) -> None:
-    """A floating-point checkpoint of what a converted folder says, under the names it has there.
+    """A float32 checkpoint of what a converted folder says, under the names it has there.
+
+    In float32 throughout: transformers converts dtypes in threads, which torch cannot start in a forked child.
 
     turned: ends of names of modules that store their matrix transposed.
     """
@@ -247,7 +251,8 @@ def write_dequantized(source: Path, out: Path, plain: Path, turned: tuple[str, .
     from quantkit.formats.reader import QuantizedReader
 
     reader = QuantizedReader(open_source(out))
-    tensors = {name: reader.source.read(name) for name in reader.plain_names()}
+    stored = {name: reader.source.read(name) for name in reader.plain_names()}
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in stored.items()}
     for name in reader.modules:
         weight = reader.module(name).dequantize().float()
         tensors[f"{name}.weight"] = weight.T if name.endswith(turned) else weight

@@ -150,12 +150,15 @@ def tiny_model(kind: Kind, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def fill_random(model: Any, seed: int = 0) -> None:
-    """Give every stored float tensor random values: matrices around 0, others near their start."""
+    """Give every stored float tensor random values: matrices around 0, others near their start.
+
+    They are exact in bf16, as those of published models are.
+    """
     generator = torch.Generator().manual_seed(seed)
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(0.15 * noise if tensor.dim() > 1 else tensor + 0.1 * noise)
+            tensor.copy_((0.15 * noise if tensor.dim() > 1 else tensor + 0.1 * noise).bfloat16())
 
 
 def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:

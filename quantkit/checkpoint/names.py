@@ -61,12 +61,14 @@ def match_names(
     parts_of: Callable[[str], Sequence[ParameterPart]],
     where: str,
     beside: Callable[[str], bool] = lambda _: False,
+    converted: Callable[[str], int] = lambda _: 0,
 ) -> dict[str, TensorRef]:
     """Find where each parameter is stored: parameter name -> tensor.
 
     parts_of: the parameters that a stored tensor can hold, by the tensor's name. tied: parameter -> its twin, whose
     tensor is taken where the parameter is not stored itself. beside: whether a stored tensor belongs to a part of the
-    model that is copied and never run. Buffers that ``parts_of`` knows are found too; they need not be stored.
+    model that is copied and never run. converted: how many weights a stored tensor has that transformers splits, joins
+    or permutes on loading, 0 for another. Buffers that ``parts_of`` knows are found too; they need not be stored.
 
     Raises SourceError naming what the source lacks, UnsupportedModel naming tensors that the model has no part for.
     """
@@ -90,7 +92,22 @@ def match_names(
     for name in wanted:
         if name not in found and tied.get(name) in found:
             found[name] = found[tied[name]]
-    missing = [name for name in wanted if name not in found]
+    _refuse_what_does_not_fit([name for name in wanted if name not in found], extra, converted, where)
+    return {name: found[name] for name in dict.fromkeys((*wanted, *found))}
+
+
+def _refuse_what_does_not_fit(
+    missing: list[str], extra: list[str], converted: Callable[[str], int], where: str
+) -> None:
+    """Raise for parameters that no stored tensor holds, and for stored tensors that the model has no part for."""
+    rewritten = {name: converted(name) for name in extra} if missing else {}
+    if any(rewritten.values()):
+        first = next(name for name, size in rewritten.items() if size)
+        raise UnsupportedModel(
+            f"{where}: transformers converts stored tensors on loading (splits, joins, permutes), first {first!r}:"
+            f" {sum(map(bool, rewritten.values()))} tensors with {sum(rewritten.values()):,} weights, which would have"
+            " to be written back as they were stored; not supported."
+        )
     if missing:
         raise SourceError(
             f"{where}: lacks {len(missing)} tensors that its architecture needs, first {missing[0]!r}. The download is"
@@ -101,4 +118,3 @@ def match_names(
             f"{where}: stores {len(extra)} tensors that its architecture has no place for, first {sorted(extra)[0]!r}."
             " quantkit would lose them; this model is not supported."
         )
-    return {name: found[name] for name in dict.fromkeys((*wanted, *found))}

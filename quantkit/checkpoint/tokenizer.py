@@ -210,7 +210,7 @@ def class_of_its_own(folder: Path) -> bool:
 
 
 def _check_files(path: Path) -> None:
-    """Raise SourceError for a tokenizer file that is no regular file, or larger than any is, and for other files' names.
+    """Raise SourceError for a tokenizer file that is no regular file or larger than any is, and for names of others.
 
     transformers would read a file that ``fast_tokenizer_files`` names in the place of tokenizer.json, wherever it lies.
     """

@@ -126,25 +126,26 @@ def _counted(texts: Iterable[str]) -> list[str]:
 
 def _structure(source: Any) -> dict[str, Any]:
     """Describe a floating-point model: blocks, linears, sizes."""
+    from quantkit.convert.plan.targets import block_targets
     from quantkit.convert.report.left_at_16_bit import left_at_16_bit
-    from quantkit.model.skeleton import block_linears, build_skeleton, find_blocks
+    from quantkit.model.skeleton import build_skeleton, find_blocks
     from quantkit.model.weights import Weights
 
     model = build_skeleton(source.config)
     blocks = find_blocks(model)
     weights = Weights(model, source)
     kinds: dict[tuple[str, int, int], int] = {}
-    for block in blocks.modules:
-        for name, linear in block_linears(block).items():
-            key = (EXPERT.sub("experts.*", name), linear.out_features, linear.in_features)
-            kinds[key] = kinds.get(key, 0) + 1
+    for module, (_, linear) in block_targets(blocks, weights).items():
+        name = module.removeprefix(f"{blocks.prefix}.").partition(".")[2]
+        key = (EXPERT.sub("experts.*", name), linear.out_features, linear.in_features)
+        kinds[key] = kinds.get(key, 0) + 1
     infos = [source.info(name) for name in source.names()]
     return {
         "model_type": source.config["model_type"],
         "blocks": len(blocks),
         "block_list": blocks.prefix,
         "parameters": sum(p.numel() for name, p in weights.parameters.items() if name not in weights.tied),
-        "tied": ", ".join(f"{a} = {b}" for a, b in weights.tied.items()) or "nothing",
+        "tied": _tied(weights.tied),
         "tensors": len(infos),
         "bytes": sum(info.nbytes for info in infos),
         "file_bytes": source.file_bytes(),
@@ -153,6 +154,13 @@ def _structure(source: Any) -> dict[str, Any]:
         "linears": [{"name": n, "out_features": o, "in_features": i, "count": c} for (n, o, i), c in kinds.items()],
         **_cache(source),
     }
+
+
+def _tied(tied: dict[str, str]) -> str:
+    """Name the first pairs of parameters that are one tensor, and how many more there are."""
+    pairs = [f"{twin} = {first}" for twin, first in tied.items()]
+    more = f" and {len(pairs) - 2} more" if len(pairs) > 2 else ""
+    return ", ".join(pairs[:2]) + more or "nothing"
 
 
 def _cache(source: Any) -> dict[str, Any]:

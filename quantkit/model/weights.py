@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Weights:
             [name for name in self.parameters if name not in self.converted],
             [name for name in source.names() if name not in taken],
             self.tied, naming.parts_of, str(source.path), naming.beside,
+            lambda name: 0 if naming.converter(name) is None else prod(source.info(name).shape),
         )  # fmt: skip
         buffers = persistent_buffers(model)
         self.stored_buffers = {name: buffers[name] for name in self.sources if name in buffers}

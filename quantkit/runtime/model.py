@@ -245,7 +245,7 @@ class Model:
     def hidden(self, input_ids: Tensor) -> Tensor:
         """Return final hidden states ``[batch, tokens, hidden]``, after the last norm.
 
-        With a quantized cache the tokens are fed in chunks of 64, so that attention really reads the packed pages.
+        With a quantized cache tokens come in chunks of 64 (with states: 64, then one by one): packed pages are read.
 
         input_ids: int64 ``[batch, tokens]``.
 
@@ -260,10 +260,15 @@ class Model:
         if not self.kv_plan.quantized:
             hidden: Tensor = trunk(self.module)(input_ids=ids, use_cache=False).last_hidden_state
             return hidden
-        if self.alone:
-            return torch.cat([self.step(row[None], transformers_cache(self.new_cache(len(row)))) for row in ids])
-        paged_cache = transformers_cache(self.new_cache(ids.shape[1]))
-        return torch.cat([self.step(chunk, paged_cache) for chunk in ids.split(PAGE_TOKENS, dim=1)], dim=1)
+        rows = ids.split(1) if self.alone else (ids,)
+        return torch.cat([self._through_pages(row) for row in rows])
+
+    def _through_pages(self, ids: Tensor) -> Tensor:
+        """Feed tokens so that attention reads packed pages. A state takes several tokens only where it begins."""
+        cache = transformers_cache(self.new_cache(ids.shape[1]))
+        whole = min(PAGE_TOKENS, ids.shape[1])
+        rest = ids[:, whole:].split(1 if self.alone else PAGE_TOKENS, dim=1) if ids.shape[1] > whole else ()
+        return torch.cat([self.step(chunk, cache) for chunk in (ids[:, :whole], *rest)], dim=1)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

@@ -117,5 +117,5 @@ def test_a_name_that_is_no_utf8_is_told_in_json(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quantkit.cli.main", "inspect", str(tmp_path).encode() + b"/caf\xe9", "--json"]
     done = subprocess.run(command, capture_output=True, check=False, timeout=100)
     assert done.returncode == 2
-    assert json.loads(done.stdout)["error"].startswith(str(tmp_path) + "/caf\udce9: no such")
+    assert json.loads(done.stdout)["error"].startswith(str(tmp_path) + "/caf\\xe9: this path is not UTF-8")
     assert b"Traceback" not in done.stderr

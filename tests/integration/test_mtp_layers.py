@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from scripts import script
 from written import schemes
 
 import quantkit
+from quantkit.cli.inspect import command
 from quantkit.errors import RequestError
 
 EVAL = Path(__file__).resolve().parents[2] / "eval"
@@ -119,3 +121,11 @@ def test_they_are_repacked(kind: str, convert: Convert, tmp_path: Path) -> None:
 def test_a_model_without_them_is_refused_by_name(tiny_original: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"--quantize-mtp.*stores no layers that predict further tokens"):
         quantkit.convert(tiny_original, out=tmp_path / "out", method="rtn", quantize_mtp=True)
+
+
+def test_inspect_names_the_layers_and_the_option(source: Path, kind: str) -> None:
+    shown = CliRunner().invoke(command, [str(source)]).output
+    begins = KINDS[kind] if kind == "deepseek_v3" else "mtp."
+    lines = [line for line in shown.splitlines() if "--quantize-mtp" in line]
+    assert len(lines) == 1
+    assert f" {begins}*" in lines[0]

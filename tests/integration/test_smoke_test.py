@@ -14,7 +14,7 @@ from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.presets import apply_preset
 from quantkit.convert.plan import memory
 from quantkit.convert.plan.plan import make_plan
-from quantkit.errors import NumericsError, RequestError
+from quantkit.errors import NumericsError, RequestError, UnsupportedModel
 
 
 def test_the_written_model_continues_the_calibration_text(
@@ -54,16 +54,24 @@ def test_a_model_that_overflows_does_not_get_its_name(tiny_model: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (TypeError("no such argument"), "TypeError in the model's own code: no such argument"),
+        (UnsupportedModel("its head takes more"), "its head takes more"),
+    ],
+)
+@pytest.mark.parametrize("part", ["step", "head"])
 def test_a_sample_that_fails_does_not_fail_a_finished_conversion(
-    tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, error: Exception, note: str, tiny_original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step(*_: Any) -> Any:
-        raise TypeError("no such argument")
+    def fail(*_: Any) -> Any:
+        raise error
 
-    monkeypatch.setattr("quantkit.runtime.model.Model.step", step)
+    monkeypatch.setattr(f"quantkit.runtime.model.Model.{part}", fail)
     report = qk.convert(tiny_original, out=tmp_path / "out", method="rtn", group_size=32)
     assert report.sample is None
-    assert "no sample was generated: TypeError in the model's own code: no such argument" in report.notes
+    assert f"no sample was generated: {note}" in report.notes
     assert (tmp_path / "out" / "config.json").exists()
 
 

@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import script
 
 import quantkit as qk
+from quantkit.convert.api import describe, plan_request
+
+EVAL = Path(__file__).resolve().parents[2] / "eval"
 
 VISION = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
@@ -91,3 +95,21 @@ def test_inspect_says_what_stays_and_why(llava: Path, quantkit: Callable[..., An
     assert {"tower", "embedding"} <= reasons
     quantized = sum(line["count"] * line["out_features"] * line["in_features"] for line in data["linears"])
     assert quantized + sum(entry["weights"] for entry in data["left_at_16_bit"]) == data["parameters"]
+
+
+def test_a_matrix_that_blocks_share_is_told_among_what_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantkit: Callable[..., Any]
+) -> None:
+    monkeypatch.syspath_prepend(str(EVAL))
+    tiny = script(EVAL / "tiny_models.py")
+    tiny.tiny_model(tiny.Kind("causal", "zamba2")).save_pretrained(tmp_path / "model")
+    data = json.loads(quantkit("inspect", tmp_path / "model", "--json").stdout)
+    assert "shared by several blocks" in {entry["reason"] for entry in data["left_at_16_bit"]}
+    quantized = sum(line["count"] * line["out_features"] * line["in_features"] for line in data["linears"])
+    assert quantized + sum(entry["weights"] for entry in data["left_at_16_bit"]) == data["parameters"]
+
+
+def test_a_plan_says_what_stays_and_why_with_any_method(llava: Path, tmp_path: Path) -> None:
+    words = describe(plan_request(llava, tmp_path / "out", method="rtn", group_size=32))
+    assert "model.vision_tower.* (tower, " in words
+    assert "(embedding, " in words

@@ -161,8 +161,9 @@ def _rotary_width(config: Mapping[str, Any]) -> int:
     width = width or config.get("head_dim")
     if not isinstance(width, int) and isinstance(heads, int) and isinstance(hidden, int) and heads:
         width = hidden // heads
-    rope = next((config[n] for n in ("rope_parameters", "rope_scaling") if isinstance(config.get(n), Mapping)), {})
-    share = config.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    ropes: list[Any] = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
+    shares = [rope.get("partial_rotary_factor") for rope in ropes if isinstance(rope, Mapping)]
+    share = config.get("partial_rotary_factor") or next(filter(None, shares), 1.0)
     return int(width * share) if isinstance(width, int) else 0
 
 

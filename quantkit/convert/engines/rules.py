@@ -148,6 +148,31 @@ def not_shown(checkpoint: Checkpoint) -> tuple[str, str] | None:
     )
 
 
+# Linears of the common decoder, under the names of the families that engines were run with or read for.
+COMMON = frozenset(
+    {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
+        *("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "out_proj", "fc1", "fc2", "c_fc", "c_proj"),
+    }
+)
+# GPT-2 and its kin hold their linears as Conv1D, whose weights lie transposed.
+TRANSPOSED = frozenset({"c_attn"})
+
+
+def unseen(checkpoint: Checkpoint) -> tuple[str, str] | None:
+    """Refuse layers that are not attention and MLP of the common decoder (state spaces, linear attention, Conv1D).
+
+    What was read of an engine says nothing about how it loads packed weights there.
+    """
+    for weight in checkpoint.linears:
+        last = last_name(weight)
+        if last in TRANSPOSED:
+            return f"{weight.name} is a Conv1D of transformers; not shown to load packed ones.", ""
+        if last not in COMMON:
+            return f"not shown to load packed layers like {weight.name}.", ""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRule:
     """A reason not to load a checkpoint. formats: those that it applies to; () for all."""
@@ -171,6 +196,7 @@ class Engine:
     splits: tuple[tuple[str, RankSplit], ...] = ()
     notes: tuple[Callable[[Checkpoint], str | None], ...] = ()
     mixtures: Mixtures = not_shown
+    layers: Mixtures = unseen
 
 
 def judge(engine: Engine, checkpoint: Checkpoint) -> Verdict:
@@ -190,6 +216,7 @@ def judge(engine: Engine, checkpoint: Checkpoint) -> Verdict:
 def _objection(engine: Engine, checkpoint: Checkpoint) -> tuple[str, str] | None:
     """Return why the engine, which reads the format, does not load it on one GPU, with the deciding line."""
     objection = engine.mixtures(checkpoint) if has_experts(checkpoint) else None
+    objection = objection or engine.layers(checkpoint)
     if objection is not None:
         return objection
     for rule in engine.rules:

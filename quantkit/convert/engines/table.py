@@ -8,6 +8,7 @@ version.
 from __future__ import annotations
 
 from quantkit.convert.engines.rules import (
+    TRANSPOSED,
     Checkpoint,
     Engine,
     EngineRule,
@@ -15,8 +16,10 @@ from quantkit.convert.engines.rules import (
     first,
     fused_rows,
     heads,
+    last_name,
     not_shown,
     quantizes_experts,
+    unseen,
     whole_groups,
 )
 from quantkit.convert.options.rules import split_fused
@@ -233,6 +236,13 @@ def transformers_experts(c: Checkpoint) -> tuple[str, str] | None:
     return None if c.family in TRANSFORMERS_EXPERTS else not_shown(c)
 
 
+def transformers_layers(c: Checkpoint) -> tuple[str, str] | None:
+    """Object to layers that quantkit's own reader does not replace, or that no other format was shown with."""
+    if c.format == NATIVE and not any(last_name(weight) in TRANSPOSED for weight in c.linears):
+        return None
+    return unseen(c)
+
+
 def marlin_experts(reader: str) -> Mixtures:
     """vLLM and SGLang fuse the experts: their methods assert symmetric weights; the symmetric ones were not run."""
 
@@ -356,6 +366,7 @@ TRANSFORMERS = Engine(
         rounds_slowly,
     ),
     transformers_experts,
+    transformers_layers,
 )
 
 GPTQMODEL = Engine(
@@ -387,7 +398,8 @@ LLAMA_CPP = Engine(
 )
 
 QUANTKIT = Engine(
-    "quantkit", "this version", (CT, NATIVE, GPTQ, AWQ), "quantkit/formats/__init__.py", (), mixtures=lambda c: None
-)
+    "quantkit", "this version", (CT, NATIVE, GPTQ, AWQ), "quantkit/formats/__init__.py", (), mixtures=lambda c: None,
+    layers=lambda c: None,
+)  # fmt: skip
 
 ENGINES = (QUANTKIT, VLLM, SGLANG, LMDEPLOY, TRANSFORMERS, GPTQMODEL, LLAMA_CPP)

@@ -20,8 +20,8 @@ from quantkit.checkpoint.tokenizer import write_tokenizer
 from quantkit.checkpoint.writer import disk, write_json
 from quantkit.convert.plan.carried import LARGEST, carried
 from quantkit.core.kvscheme import KVPlan
-from quantkit.formats import side_files
 from quantkit.errors import SourceError
+from quantkit.formats import side_files
 from quantkit.formats.kv_scales import write_kv_plan
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

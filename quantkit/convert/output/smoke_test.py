@@ -61,6 +61,8 @@ def continue_prompt(folder: Path, ids: list[int], tokenizer: Any, out: str, reme
         try:
             with torch.inference_mode():
                 logits = model.head(model.step(torch.tensor([step_ids]), cache))
+        except UnsupportedModel as error:
+            return f"no sample was generated: {error}"
         except NOT_TAKEN as error:  # out of transformers' own code for this architecture
             return f"no sample was generated: {type(error).__name__} in the model's own code: {str(error)[:200]}"
         if not bool(torch.isfinite(logits).all()):

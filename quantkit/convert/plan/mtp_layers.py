@@ -34,6 +34,19 @@ def matrices_without_module(weights: Weights) -> dict[str, StoredMatrix]:
     return found
 
 
+def mtp_names(weights: Weights, blocks: Blocks) -> list[str]:
+    """Return what the stored names of layers that predict further tokens begin with: ``model.layers.61.``, ``mtp.``"""
+    known = _linears_inside_a_block(weights, blocks)
+    roots = {ref.name.partition(".")[0] for ref in weights.sources.values()}
+    begins = {
+        name[:at] if name.partition(".")[0] in roots else f"{name.partition('.')[0]}."
+        for name, matrix in matrices_without_module(weights).items()
+        for at in _starts(name)
+        if matrix in known.get(name[at:], ())
+    }
+    return sorted(begins)
+
+
 def mtp_linears(weights: Weights, blocks: Blocks) -> dict[str, StoredMatrix]:
     """Return the linears of layers that predict further tokens, by module name in the checkpoint.
 

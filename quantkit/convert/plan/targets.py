@@ -80,7 +80,7 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
 
     Raises RequestError for a rule that cannot be (syntax, no match), and if nothing is left to quantize.
     """
-    names = _linears(blocks, weights)
+    names = block_targets(blocks, weights)
     mtp = mtp_linears(weights, blocks) if options.quantize_mtp else {}
     matrices = _find_head_embeddings(weights)
     known = [name for matrix in matrices for name in matrix.names]
@@ -125,7 +125,7 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
 _Wanted = tuple[str, str, Sequence[int], str, Scheme | None]
 
 
-def _linears(blocks: Blocks, weights: Weights) -> dict[str, tuple[str, nn.Linear]]:
+def block_targets(blocks: Blocks, weights: Weights) -> dict[str, tuple[str, nn.Linear]]:
     """Return the blocks' linears by module name, each with its stored name.
 
     A matrix that several blocks share stays as it is: each block would want other codes.

@@ -10,6 +10,7 @@ from quantkit.convert.engines.rules import Verdict, unread_format_lines, verdict
 from quantkit.convert.options.options import method_words
 from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.targets import head_embeddings
+from quantkit.convert.report.left_at_16_bit import LeftOut, left_at_16_bit
 from quantkit.convert.results import TOKENS, WINDOWS
 from quantkit.convert.stages.tune import SIGN_STEP_TOKENS
 from quantkit.core.host import size_text
@@ -26,6 +27,7 @@ def describe(plan: Plan) -> str:
             f"  keeps     {copied} tensor{'' if copied == 1 else 's'}"
             f" {'unrounded (norms learn)' if plan.options.distil else 'unchanged'}{_kept_words(plan)}"
         ),
+        *(f"    16 bit  {line}" for line in _left_lines(plan)),
         (
             f"  needs     host {size_text(need.host)}, device {size_text(need.device)}, disk {size_text(need.disk)}"
             f" while running; output {size_text(need.output)}"
@@ -130,6 +132,20 @@ def _kept_words(plan: Plan) -> str:
     if head_embeddings(plan.targets) or plan.budget is not None:
         return ""
     return ", head and embeddings among them (rules reach those by their own names only)"
+
+
+def _left_lines(plan: Plan) -> list[str]:
+    """Return a line for each reason for which matrices stay: how many weights, and of which tensors the first."""
+    quantized = {target.parameter for target in plan.targets.values()}
+    reasons: dict[str, list[LeftOut]] = {}
+    for left in left_at_16_bit(plan.weights, plan.blocks, quantized):
+        if left.reason:
+            reasons.setdefault(left.reason, []).append(left)
+    lines = []
+    for reason, group in reasons.items():
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        lines.append(f"{group[0].name}{more} ({reason}, {sum(left.weights for left in group):,} weights)")
+    return lines
 
 
 def _free(plan: Plan) -> set[str]:

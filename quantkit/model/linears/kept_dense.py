@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.mixture.routers import routers
 
-# Kernels of engines (Marlin and others) take multiples of 64 outputs.
-GATE_OUTPUTS = 64
-# of the block's linear weights
-GATE_SHARE = 0.01
+# (outputs below which a linear is a gate, share of the block's linear weights that it stays below). Kernels of engines
+# (Marlin and others) take multiples of 64 outputs. Published models have up to 128 heads of linear attention: their
+# gates are a ten-thousandth of a block, keys and values of one head of attention several times that.
+GATES = ((64, 0.01), (129, 0.0005))
 
 
 def kept_dense(block: nn.Module) -> dict[str, str]:
     """Name the linears below a block (or a model) that stay in 16 bit, each with the reason in words."""
     kept = dict.fromkeys(sorted(routers(block)), "router")
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    most = GATE_SHARE * sum(linear.in_features * linear.out_features for linear in linears.values())
+    whole = sum(linear.in_features * linear.out_features for linear in linears.values())
     experts = expert_linears(block)
     for name, linear in linears.items():
         owner, _, local = name.rpartition(".")
@@ -41,13 +41,15 @@ def kept_dense(block: nn.Module) -> dict[str, str]:
             kept.setdefault(name, "a linear that computes something else")
         elif local in _multiplied(kind):
             kept.setdefault(name, "its weight is multiplied by the block's own code")
-        elif (
-            name not in experts
-            and linear.out_features < GATE_OUTPUTS
-            and linear.in_features * linear.out_features < most
-        ):
+        elif name not in experts and _is_gate(linear, whole):
             kept.setdefault(name, f"gate of {linear.out_features} outputs")
     return kept
+
+
+def _is_gate(linear: nn.Linear, whole: int) -> bool:
+    """Tell whether a linear is so small a part of a block of ``whole`` weights that it is a gate."""
+    size, rows = linear.in_features * linear.out_features, linear.out_features
+    return any(rows < outputs and size < share * whole for outputs, share in GATES)
 
 
 def _computes_a_product(linear: nn.Linear) -> bool:

@@ -107,10 +107,10 @@ def load_packed(
         if isinstance(owner, nn.Embedding):
             _replace(module, name, QuantEmbedding(packed, owner, dtype))
         else:
-            _replace(module, name, QuantLinear(packed, owner.bias, kernel))
+            _replace(module, name, QuantLinear(packed, owner.bias, kernel, dtype))
         if name in shared:
             head: Any = module.get_submodule(shared[name])
-            _replace(module, shared[name], QuantLinear(packed, head.bias, kernel))
+            _replace(module, shared[name], QuantLinear(packed, head.bias, kernel, dtype))
         unpacked += packed.in_features * packed.out_features
         if unpacked >= TRIM_WEIGHTS:
             release_free_memory()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import UnsupportedModel
 from quantkit.runtime.kernels.reference import PackedWeight
+from quantkit.runtime.layers.weight_view import WeightView
 
 
 class QuantEmbedding(nn.Module):
@@ -32,6 +33,11 @@ class QuantEmbedding(nn.Module):
         self.original = original
         original._parameters.pop("weight", None)
         original.padding_idx = None  # matters to gradients only
+
+    @property
+    def weight(self) -> WeightView:
+        """The matrix as a model's own code sees it."""
+        return WeightView(self.packed, self.dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look rows up: int64 ``[...]`` -> ``[..., embedding_dim]``."""

@@ -81,7 +81,7 @@ def _replace(module: Any, head: nn.Linear, packed: PackedWeight, dtype: torch.dt
     tied = isinstance(embedding, nn.Embedding) and embedding.weight.data_ptr() == head.weight.data_ptr()
     for name, owner in list(module.named_modules()):
         if owner is head:
-            _set(module, name, QuantLinear(packed, head.bias, kernel))
+            _set(module, name, QuantLinear(packed, head.bias, kernel, dtype))
         elif owner is embedding and tied:
             _set(module, name, QuantEmbedding(packed, embedding, dtype))
 

@@ -25,6 +25,7 @@ from quantkit.runtime.kernels.reference import (
 from quantkit.runtime.kernels.triton.fp4_tables import known_table
 from quantkit.runtime.kernels.triton.layout import TritonWeight, triton_fits
 from quantkit.runtime.kernels.w8a8 import W8A8Weight, linear_w8a8
+from quantkit.runtime.layers.weight_view import WeightView
 
 
 def _on_triton(name: str, module: str = "launch") -> Kernel:
@@ -195,19 +196,31 @@ class QuantLinear(nn.Module):
     weight: the packed weight.
     bias: ``[out_features]`` or None.
     kernel: a name from ``KERNELS``, or None for the measured choice.
+    dtype: of activations, which a model's own code may ask ``weight`` for.
     dense: a float copy ``[out, in]`` beside it (``keep_dense``) for the many tokens of a prompt, or None.
     """
 
     bias: nn.Parameter | None
     dense: Tensor | None
 
-    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None, kernel: str | None = None) -> None:
+    def __init__(
+        self,
+        weight: PackedWeight,
+        bias: nn.Parameter | None = None,
+        kernel: str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
-        self.packed = weight
+        self.packed, self.dtype = weight, dtype
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self.register_parameter("bias", bias)
         self.register_buffer("dense", None, persistent=False)
         self.kernel = kernel
+
+    @property
+    def weight(self) -> WeightView:
+        """The weight as a model's own code sees it."""
+        return WeightView(self.packed, self.dtype)
 
     def keep_dense(self, dtype: torch.dtype) -> None:
         """Keep a float copy too: a prompt is read without dequantizing, at the memory of a model that is not quantized.

@@ -67,7 +67,7 @@ def test_more_experts_than_the_bytes_could_hold() -> None:
 def test_rope_factors_that_do_not_fit_each_other_or_the_heads(key: str, rope: dict[str, Any]) -> None:
     config = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, key: rope}
     for given in (config, {"text_config": config}):
-        with pytest.raises(SourceError, match="short_factor|long_factor|beta_fast"):
+        with pytest.raises(SourceError, match=r"short_factor|long_factor|beta_fast"):
             check_config(given, "config.json")
 
 

@@ -210,3 +210,12 @@ def test_engines_that_do_not_read_the_format_share_a_line_whatever_their_reasons
     speaking = Verdict("C", "1", False, None, "does not read the format of this head.", "")
     assert unread_format_lines([*refusing, speaking]) == ["none of A 1, B 1: they do not read the format native."]
     assert "C 1: no. Does not read the format of this head." in verdict_lines([*refusing, speaking])
+
+
+@pytest.mark.parametrize("name", ["attn.c_attn", "linear_attn.in_proj_qkvz", "mamba.in_proj"])
+def test_layers_that_no_engine_was_read_for_are_not_promised(name: str) -> None:
+    given = checkpoint(W4)
+    more = Target(f"model.layers.1.{name}", f"model.layers.1.{name}.weight", 4096, 4096, W4)
+    assert loads(dataclasses.replace(given, weights=[*given.weights, more])) == {"quantkit"}
+    native = dataclasses.replace(checkpoint(W4, "native"), weights=[*given.weights, more])
+    assert loads(native) == ({"quantkit"} if "c_attn" in name else {"quantkit", "transformers"})

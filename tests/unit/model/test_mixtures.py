@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quantkit.checkpoint.names import ParameterPart
 from quantkit.errors import UnsupportedModel
 from quantkit.model.language import trunk
+from quantkit.model.linears.kept_dense import kept_dense
 from quantkit.model.mixture.experts import Experts, expert_groups, expert_modules, fill, is_fused
 from quantkit.model.mixture.find import find_layout, unfuse_experts
 from quantkit.model.mixture.layout import GATED
@@ -207,3 +208,24 @@ def test_routers_that_read_the_block_before_theirs_are_given_it() -> None:
     for block, call in zip(blocks.modules, recording.calls, strict=True):
         hidden = run_block(block, hidden, call)
     assert torch.equal(run_tail(model, blocks, ids, hidden), model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "experts", "gate"),
+    [
+        (32, 2048, 8, True),  # in_proj_a of Qwen3.5
+        (64, 2048, 512, True),  # in_proj_ba of Qwen3-Next, published
+        (128, 4096, 512, True),
+        (64, 2048, 1, False),  # keys of a single head in a dense block
+        (256, 2048, 512, False),
+    ],
+)
+def test_gates_of_published_sizes_stay_and_narrow_projections_do_not(
+    rows: int, columns: int, experts: int, gate: bool
+) -> None:
+    with torch.device("meta"):
+        block = nn.Module()
+        block.narrow = nn.Linear(columns, rows, bias=False)
+        block.wide = nn.Linear(columns, 3 * 512 * experts, bias=False)
+        block.out = nn.Linear(columns, columns, bias=False)
+    assert ("narrow" in kept_dense(block)) is gate
