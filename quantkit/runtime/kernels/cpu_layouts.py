@@ -199,3 +199,28 @@ def linear_numba(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor
         job[k.FIRST + k.OUT], job[k.FIRST + k.OUT_STRIDE] = y[first:].data_ptr(), 4 * weight.out_features
         threads.pool().run(job, parts)
     return y.to(x.dtype)
+
+
+def linear_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply many tokens by a planar weight: unpacked in the first cache, no float copy of any slice.
+
+    x: ``[tokens, in]``, taken as float32; the result comes back in ``x.dtype``. Tolerance: as ``linear_numba``.
+    """
+    assert isinstance(weight, PlanarWeight)
+    k, g = threads.compiled(), threads.compiled("gemm")
+    x32 = x.float().contiguous()
+    bias32 = None if bias is None else bias.float().contiguous()
+    tokens, parts = x.shape[0], threads.threads()
+    y = torch.empty(tokens, weight.out_features)
+    shared = scratch(
+        (g.COUNTER_BYTES + weight.scratch_bytes(-(-tokens // g.TILE_TOKENS) * g.TILE_TOKENS),), torch.uint8
+    )
+    shared[: g.COUNTER_BYTES] = 0
+    own = scratch((parts * g.OWN_BYTES // 4 + 16,), torch.float32)
+    job = np.zeros(k.FIRST + k.FIELDS, dtype=np.int64)
+    job[k.FIRST :] = weight.fields(bias32)
+    job[k.JOB], job[k.COUNT], job[k.TOKENS], job[k.INPUT] = g.JOB_GEMM, 1, tokens, x32.data_ptr()
+    job[k.SCRATCH], job[k.SCRATCH_BYTES], job[g.SHARED] = own.data_ptr(), g.OWN_BYTES, shared.data_ptr()
+    job[k.FIRST + k.OUT], job[k.FIRST + k.OUT_STRIDE] = y.data_ptr(), 4 * weight.out_features
+    threads.pool().run(job, parts)
+    return y.to(x.dtype)

@@ -71,30 +71,36 @@ YIELD_AFTER = 2000
 
 
 @jit
-def quantize(x, columns, size, blocks, q, scales, sums):
-    """Round float32 ``[columns]`` to int16 ``[blocks * size]``, with float32 scales and int32 sums of each block.
+def quantize_block(x, count, size, q):
+    """Round ``count`` float32 at ``x`` to int16 ``[size]`` at ``q``, zeros behind them; return their scale and sum.
 
-    Behind the end are zeros. An input that is not finite gives a scale of nan, and so nan in every result.
+    An input that is not finite gives a scale of nan, and so nan in every result.
     """
+    most = np.int32(0)
+    for i in range(count):
+        most = max(most, np.int32(load_bits(x, i) & MANTISSA))
+    peak = as_float(most)
+    inverse = LARGEST / peak if peak > ZERO else ZERO
+    if inverse > F(1e38):  # a block of values so small that their inverse overflows
+        inverse = F(1e38)
+    total = np.int32(0)
+    for i in range(count):
+        value = np.int32(as_bits(load_f32(x, i) * inverse + MAGIC) - MAGIC_BITS)
+        store_i16(q, i, value)
+        total = np.int32(total + value)
+    for i in range(count, size):
+        store_i16(q, i, np.int32(0))
+    scale = ONE / inverse if inverse > ZERO else ZERO
+    return scale if most < INFINITE else NAN, total
+
+
+@jit
+def quantize(x, columns, size, blocks, q, scales, sums):
+    """Round float32 ``[columns]`` to int16 ``[blocks * size]``, with float32 scales and int32 sums of each block."""
     for block in range(blocks):
         first = block * size
-        last = min(first + size, columns)
-        most = np.int32(0)
-        for i in range(first, last):
-            most = max(most, np.int32(load_bits(x, i) & MANTISSA))
-        peak = as_float(most)
-        inverse = LARGEST / peak if peak > ZERO else ZERO
-        if inverse > F(1e38):  # a block of values so small that their inverse overflows
-            inverse = F(1e38)
-        total = np.int32(0)
-        for i in range(first, last):
-            value = np.int32(as_bits(load_f32(x, i) * inverse + MAGIC) - MAGIC_BITS)
-            store_i16(q, i, value)
-            total = np.int32(total + value)
-        for i in range(last, first + size):
-            store_i16(q, i, np.int32(0))
-        scale = ONE / inverse if inverse > ZERO else ZERO
-        store_f32(scales, block, scale if most < INFINITE else NAN)
+        scale, total = quantize_block(x + first * 4, min(size, columns - first), size, q + first * 2)
+        store_f32(scales, block, scale)
         store_i32(sums, block, total)
 
 

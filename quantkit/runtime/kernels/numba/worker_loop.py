@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
+from quantkit.runtime.kernels.numba.gemm import JOB_GEMM, gemm
 from quantkit.runtime.kernels.numba.gemv import (
     ASLEEP,
     DONE,
@@ -34,6 +35,8 @@ def execute(control, part, parts):
         linear(job, part, parts)
     elif job[JOB] == JOB_FLOATS:
         floats(job, part, parts)
+    elif job[JOB] == JOB_GEMM:
+        gemm(job, control, part, parts)
     elif job[JOB] == JOB_STEP:
         step(job, control, part, parts)
 
