@@ -22,6 +22,7 @@ from quantkit.model.end_tokens import end_tokens
 from quantkit.model.skeleton import build_skeleton
 from quantkit.runtime.images.processor import load_processor
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
+from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kv_cache.choose import kv_plan, tell_of_foreign_scales
 from quantkit.runtime.layers.build import fill
 from quantkit.runtime.layers.fused import fuse_linears
@@ -132,7 +133,10 @@ def _keep_dense(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Resolve "auto": bf16 on a GPU and where the processor multiplies it (AVX512-BF16, AMX), else float32.
+    """Resolve "auto": bf16 on a GPU, float32 on a CPU, where the compiled kernels and the compiled step run in it.
+
+    They are faster than torch's bf16 on every processor that was tried, with AVX512-BF16 or AMX too (docs/cpu.md). Only
+    without them (extra ``[cpu]``) bf16 is faster, where the processor multiplies it.
 
     dtype: as it was asked for.
     device: where the model will run.
@@ -141,7 +145,8 @@ def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     faster for it.
     """
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" or cpu_has_bfloat16() else torch.float32
+        lean = cpu_has_bfloat16() and not threads.available()
+        return torch.bfloat16 if device.type == "cuda" or lean else torch.float32
     chosen = DTYPES.get(str(dtype).removeprefix("torch."))
     if chosen is None:
         raise RequestError(f"dtype={dtype!r}: expected auto, {', '.join(DTYPES)}.")

@@ -23,7 +23,7 @@ from quantkit.runtime.generate.prefill import Beside
 from quantkit.runtime.generate.prompts import Messages, as_batch, check_ids, checked
 from quantkit.runtime.generate.sampling import GenerationOptions
 from quantkit.runtime.images.step import step_after_images, step_with_images
-from quantkit.runtime.kernels.cpu_layouts import WIDE, HalfWeight
+from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.layer_kinds import layer_kinds
 from quantkit.runtime.kv_cache.recompute import TokenCache
@@ -149,8 +149,7 @@ class Model:
         """
         head = output_embeddings(self.module)
         capped = getattr(text_config(self.module), "final_logit_softcapping", None) is not None
-        compiled = isinstance(head, QuantLinear) and head.kernel_for(WIDE) == "numba"
-        return WIDE if compiled and not capped else 1
+        return 1 if capped or not isinstance(head, QuantLinear) else head.invariant_tokens()
 
     @property
     def decoding(self) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,11 +15,19 @@ from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.runtime.kernels import reference
-from quantkit.runtime.kernels.cpu_layouts import HalfWeight, PlanarWeight, block_size, linear_numba
+from quantkit.runtime.kernels.cpu_layouts import (
+    GEMM_TOKENS,
+    HalfWeight,
+    PlanarWeight,
+    block_size,
+    linear_gemm,
+    linear_gemv,
+    linear_numba,
+)
 from quantkit.runtime.kernels.cpu_torch import Int4Weight, Int8Weight, int4_fits
 from quantkit.runtime.kernels.numba import threads
-from quantkit.runtime.kernels.reference import BlockWeight, WordsWeight, linear_reference
-from quantkit.runtime.layers.linear import KERNELS, QuantLinear, choose, linear, pack
+from quantkit.runtime.kernels.reference import BlockWeight, Kernel, WordsWeight, linear_reference
+from quantkit.runtime.layers.linear import KERNELS, NUMBA, QuantLinear, choose, linear, pack
 
 CPU = torch.device("cpu")
 # Those on Triton have test_triton.py; "w8a8" rounds activations too and has tests/unit/runtime/test_w8a8.py.
@@ -43,7 +56,7 @@ def bound(kernel: str, x: torch.Tensor, q: QuantTensor) -> torch.Tensor:
     exact = q.shape[1] * 2**-23 * (size @ weight.abs().T) + 1e-7
     if kernel == "int4":
         return 2**-9 * (size @ (3 * weight.abs() + 8 * step).T) + exact
-    if kernel == "numba":
+    if kernel in NUMBA:
         block = block_size(q.scheme, q.shape[1])
         assert block is not None
         pairs = zip(size.split(block, 1), weight.abs().split(block, 1), strict=True)
@@ -73,7 +86,7 @@ def test_every_kernel_agrees_with_the_reference(scheme: Scheme, shape: tuple[int
         assert bool(((many - expected).abs() <= bound("dequantize", x, q)).all()), packed.layout
     assert {"reference", "dequantize"} <= tried
     if threads.available():
-        assert "numba" in tried
+        assert set(NUMBA) <= tried
     if scheme.bits > 4 and shape[0] % 4 == shape[1] % 32 == 0:
         assert "int8" in tried
     elif shape[0] % 16 == 0:
@@ -81,7 +94,7 @@ def test_every_kernel_agrees_with_the_reference(scheme: Scheme, shape: tuple[int
 
 
 def skip_without_numba(kernel: str) -> None:
-    if kernel == "numba" and not threads.available():
+    if kernel in NUMBA and not threads.available():
         pytest.skip("numba is not installed (extra [cpu])")
 
 
@@ -210,20 +223,25 @@ def test_planar_layouts_take_any_rows_and_their_rows_can_be_looked_up() -> None:
 
 
 @needs_numba
+@pytest.mark.parametrize("kernel", [linear_gemv, linear_gemm])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_numba_gives_the_same_bits_with_any_number_of_threads_and_tokens(bits: int) -> None:
+@pytest.mark.parametrize("tokens", [11, 200])
+def test_numba_gives_the_same_bits_with_any_number_of_threads_and_tokens(
+    bits: int, kernel: Kernel, tokens: int
+) -> None:
+    """Also over the borders of chunks, tiles and panels of the matrix product: 11 tokens, 200 tokens, 200 rows."""
     packed = PlanarWeight(quantized(Scheme(bits, 64, False), (200, 320)))
-    x = torch.randn(11, 320, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(tokens, 320, generator=torch.Generator().manual_seed(3))
     before = torch.get_num_threads()
     try:
         found = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found += [linear_numba(x, packed, None) for _ in range(20)]
+            found += [kernel(x, packed, None) for _ in range(20)]
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(y, found[0]) for y in found)
-    assert torch.equal(torch.cat([linear_numba(row[None], packed, None) for row in x]), found[0])
+    assert torch.equal(torch.cat([kernel(row[None], packed, None) for row in x]), found[0])
 
 
 @needs_numba
@@ -245,14 +263,64 @@ def test_half_weights_compute_with_exactly_what_is_stored(dtype: torch.dtype, co
 
 
 @needs_numba
-def test_numba_does_not_swallow_what_is_not_finite() -> None:
+@pytest.mark.parametrize("kernel", [linear_gemv, linear_gemm])
+def test_numba_does_not_swallow_what_is_not_finite(kernel: Kernel) -> None:
     packed = PlanarWeight(quantized(Scheme(4, 64, False), (32, 128)))
     for bad in (float("nan"), float("inf")):
         x = torch.ones(2, 128)
         x[1, 100] = bad
-        y = linear_numba(x, packed, None)
+        y = kernel(x, packed, None)
         assert bool(y[0].isfinite().all())
         assert bool(y[1].isnan().all())
     tiny = torch.full((1, 128), 1e-42)
-    assert bool(linear_numba(tiny, packed, None).isfinite().all())
-    assert bool((linear_numba(torch.zeros(1, 128), packed, None) == 0).all())
+    assert bool(kernel(tiny, packed, None).isfinite().all())
+    assert bool((kernel(torch.zeros(1, 128), packed, None) == 0).all())
+
+
+@needs_numba
+@pytest.mark.parametrize("tokens", [GEMM_TOKENS - 1, GEMM_TOKENS, 130])
+def test_few_tokens_go_row_by_row_and_many_in_panels(tokens: int) -> None:
+    packed = PlanarWeight(quantized(Scheme(4, 64, False), (48, 128)))
+    x = torch.randn(tokens, 128)
+    kernel = linear_gemm if tokens >= GEMM_TOKENS else linear_gemv
+    assert torch.equal(linear_numba(x, packed, None), kernel(x, packed, None))
+
+
+@needs_numba
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_matrix_product_takes_the_largest_integers(scale: float) -> None:
+    """Sums of a block stay within int32: the largest activations against the largest codes and zeros, either sign."""
+    for bits in (4, 8):
+        scheme = Scheme(bits, 128, False)
+        codes = torch.full((20, 256), scheme.levels - 1, dtype=torch.uint8)
+        codes[1::2] = 0
+        zeros = torch.zeros(20, 2, dtype=torch.int16)
+        zeros[1::2] = scheme.levels
+        q = QuantTensor(codes, torch.full((20, 2), 0.5, dtype=torch.float16), zeros, scheme)
+        x = torch.full((9, 256), scale)
+        x[::2] *= -1
+        found, expected = linear_gemm(x, PlanarWeight(q), None), x @ q.dequantize().T
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+
+
+@needs_numba
+@pytest.mark.parametrize("processor", ["znver4", "sapphirerapids"])
+def test_processors_with_vnni_multiply_and_add_in_one_instruction(processor: str, tmp_path: Path) -> None:
+    """Compiled for them here, not run: 16 products of vectors a step, their sums in registers, nothing spilled."""
+    loop = inner_loop(processor, tmp_path)
+    assert sum("vpdpwssd" in line for line in loop) == 16
+    assert not [line for line in loop if "rsp" in line or "rbp" in line]
+
+
+def inner_loop(processor: str, folder: Path) -> list[str]:
+    """The assembly of the innermost loop of a tile, as numba compiles it for a processor."""
+    features = "+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni,+avx2,+fma,+f16c"
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(folder)
+    }  # fmt: skip
+    script = Path(__file__).with_name("tile_assembly.py")
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    last = max(index for index, line in enumerate(lines) if "vpdpwssd" in line)
+    label = next(line.split()[-1] for line in lines[last:] if line.strip().startswith("j"))
+    return lines[lines.index(f"{label}:") : last + 3]

@@ -21,6 +21,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kernels.reference import PackedWeight, scratch
 
+# From so many tokens on unpacking a panel costs less than unpacking every row for each of them (docs/cpu.md).
+GEMM_TOKENS = 4
 WIDE = 8  # tokens up to which every thread quantizes all activations itself
 BLOCKS = (128, 64, 32)  # inputs that share one scale of int16 activations
 
@@ -172,7 +174,16 @@ def dense_fields(weight: Tensor, bias: Tensor | None = None) -> np.ndarray[Any, 
 
 
 def linear_numba(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply by a packed matrix in one compiled pass.
+    """Multiply by a packed matrix: row by row for few tokens, in panels for many.
+
+    x: ``[tokens, in]``, taken as float32; the result comes back in ``x.dtype``. Tolerance: as ``linear_gemv``.
+    """
+    many = isinstance(weight, PlanarWeight) and x.shape[0] >= GEMM_TOKENS
+    return (linear_gemm if many else linear_gemv)(x, weight, bias)
+
+
+def linear_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply by a packed matrix in one compiled pass over its rows.
 
     x: ``[tokens, in]``, taken as float32; the result comes back in ``x.dtype``.
 
@@ -204,7 +215,7 @@ def linear_numba(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor
 def linear_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Multiply many tokens by a planar weight: unpacked in the first cache, no float copy of any slice.
 
-    x: ``[tokens, in]``, taken as float32; the result comes back in ``x.dtype``. Tolerance: as ``linear_numba``.
+    x: ``[tokens, in]``, taken as float32; the result comes back in ``x.dtype``. Tolerance: as ``linear_gemv``.
     """
     assert isinstance(weight, PlanarWeight)
     k, g = threads.compiled(), threads.compiled("gemm")
@@ -212,9 +223,8 @@ def linear_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     bias32 = None if bias is None else bias.float().contiguous()
     tokens, parts = x.shape[0], threads.threads()
     y = torch.empty(tokens, weight.out_features)
-    shared = scratch(
-        (g.COUNTER_BYTES + weight.scratch_bytes(-(-tokens // g.TILE_TOKENS) * g.TILE_TOKENS),), torch.uint8
-    )
+    every = -(-tokens // g.TILE_TOKENS) * g.TILE_TOKENS
+    shared = scratch((g.COUNTER_BYTES + weight.scratch_bytes(every),), torch.uint8)
     shared[: g.COUNTER_BYTES] = 0
     own = scratch((parts * g.OWN_BYTES // 4 + 16,), torch.float32)
     job = np.zeros(k.FIRST + k.FIELDS, dtype=np.int64)

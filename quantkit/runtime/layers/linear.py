@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.errors import RequestError
-from quantkit.runtime.kernels.cpu_layouts import PlanarWeight, linear_numba, planar_fits
+from quantkit.runtime.kernels.cpu_layouts import (
+    GEMM_TOKENS,
+    WIDE,
+    PlanarWeight,
+    linear_gemm,
+    linear_gemv,
+    linear_numba,
+    planar_fits,
+)
 from quantkit.runtime.kernels.cpu_torch import Int4Weight, Int8Weight, int4_fits, int8_fits, linear_int4, linear_int8
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kernels.reference import (
@@ -48,10 +56,13 @@ KERNELS: dict[str, Kernel] = {
     "triton-gemv": _on_triton("linear_gemv"),
     "triton-gemm": _on_triton("linear_gemm"),
     "numba": linear_numba,
+    "numba-gemv": linear_gemv,
+    "numba-gemm": linear_gemm,
     "w8a8": linear_w8a8,
     "triton-w8a8": _on_triton("linear_w8a8_triton", "w8a8"),
 }
 
+NUMBA = ("numba", "numba-gemv", "numba-gemm")  # the first chooses between the others
 # layout -> (kernel for few tokens, number of tokens from which "dequantize" is faster). Measured on AVX2, one thread,
 # torch 2.13: eval/results/cpu_linear.json, from eval/kernels/cpu_linear.py.
 CROSSOVER: dict[str, tuple[str, int]] = {
@@ -60,10 +71,11 @@ CROSSOVER: dict[str, tuple[str, int]] = {
     "int4": ("int4", 64),
     # per channel 16 to 24 at SmolLM2's widths, groups of 128 24 to 48, later at 2048 x 5632; never 1.5 x off in between
     "int8": ("int8", 32),
-    # tried by hand on one thread of a shared AVX2 machine, g64: even at 24 to 32 tokens for 1536 x 576, later for
-    # 2048 x 5632
-    "planar4": ("numba", 24),
-    "planar8": ("numba", 24),
+    # never: "numba" unpacks in the first cache and multiplies integers, which no float product reaches (docs/cpu.md)
+    "planar4": ("numba", sys.maxsize),
+    "planar8": ("numba", sys.maxsize),
+    # tried by hand on one thread of a shared AVX2 machine: even at 24 to 32 tokens for 1536 x 576, later for 2048 x
+    # 5632
     "half": ("numba", 24),
     # no fused kernel takes these layouts (yet): 2048 x 5632 costs 15 to 30 ms a call, whatever the number of tokens
     "words": ("dequantize", 0),
@@ -100,11 +112,11 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
     can8 = device.type == "cpu" and int8_fits(q.scheme, *q.shape)
     gpu = device.type == "cuda" and find_spec("triton") is not None and triton_fits(q.scheme, q.shape[1])
     triton = kernel is not None and kernel.startswith("triton")
-    fits = {"int4": can4, "int8": can8, "numba": planar}
+    fits = {"int4": can4, "int8": can8, **dict.fromkeys(NUMBA, planar)}
     if not fits.get(str(kernel), True) or (triton and not gpu):
         takes = [name for name, fit in fits.items() if fit] + (["triton"] if gpu else []) + ["dequantize", "reference"]
         raise _unfit(kernel, f"{q.scheme.describe()} over {list(q.shape)}", device, takes)
-    if planar and kernel in (None, "numba"):
+    if planar and kernel in (None, *NUMBA):
         return PlanarWeight(q)
     if can4 and kernel in (None, "int4"):
         return Int4Weight(q)
@@ -122,9 +134,9 @@ def _unfit(kernel: str | None, what: str, device: torch.device, takes: list[str]
         why = f"runs on a GPU, not on {device}"
     elif str(kernel).startswith("triton") and find_spec("triton") is None:
         why = "needs the library 'triton', which is not installed"
-    elif kernel == "numba" and device.type == "cpu" and not threads.available():
+    elif kernel in NUMBA and device.type == "cpu" and not threads.available():
         why = "needs numba (pip install 'quantkit[cpu]')"
-    elif kernel in ("numba", "int4", "int8") and device.type != "cpu":
+    elif kernel in (*NUMBA, "int4", "int8") and device.type != "cpu":
         why = f"runs on a CPU, not on {device}"
     return RequestError(f"kernel={kernel!r} {why}. Leave the kernel to quantkit, or choose from {', '.join(takes)}.")
 
@@ -241,6 +253,12 @@ class QuantLinear(nn.Module):
         """Return the name of the kernel that multiplies so many tokens by the packed weight."""
         few, crossover = CROSSOVER[self.packed.layout]
         return self.kernel or (few if tokens < crossover else "dequantize")
+
+    def invariant_tokens(self) -> int:
+        """Return how many tokens are multiplied together without one changing a bit of another."""
+        if self.kernel_for(1) != "numba":
+            return 1
+        return GEMM_TOKENS - 1 if isinstance(self.packed, PlanarWeight) else WIDE
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply ``[..., in_features]`` by the weight: ``[..., out_features]``."""

@@ -20,6 +20,7 @@ from quantkit.errors import RequestError
 from quantkit.runtime.generate.loop import run
 from quantkit.runtime.generate.prefill import PREFILL_TOKENS
 from quantkit.runtime.generate.sampling import GenerationOptions, Sampler
+from quantkit.runtime.kernels.cpu_layouts import GEMM_TOKENS
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.load import load
 from quantkit.runtime.model import Model
@@ -143,7 +144,7 @@ def test_the_compiled_step_takes_eight_sequences_and_any_other_one(dtype: str, t
     model = model_of("llama", True, dtype, 16)
     compiled = threads.available()
     assert model.invariant_step == (together if compiled else 1)
-    assert model.invariant_head == (8 if compiled else 1)
+    assert model.invariant_head == (GEMM_TOKENS - 1 if compiled else 1)  # a packed head
 
 
 def test_one_prompt_that_asks_for_it_gets_it_for_the_batch(model_of: Any, logits_of: dict[int, list[Tensor]]) -> None:

@@ -220,3 +220,15 @@ def test_a_plan_that_leaves_out_a_layer_is_an_error(kv_folder: Path) -> None:
 
 def test_load_is_public() -> None:
     assert quantkit.load is load
+
+
+@pytest.mark.parametrize("numba", [True, False])
+@pytest.mark.parametrize("multiplies_bf16", [True, False])
+def test_the_default_dtype_of_a_cpu_is_that_of_its_fastest_path(
+    numba: bool, multiplies_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.runtime.kernels.numba.threads.available", lambda: numba)
+    monkeypatch.setattr("quantkit.runtime.load.cpu_has_bfloat16", lambda: multiplies_bf16)
+    expected = torch.bfloat16 if multiplies_bf16 and not numba else torch.float32
+    assert choose_dtype("auto", torch.device("cpu")) == expected
+    assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
