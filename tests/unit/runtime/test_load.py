@@ -68,9 +68,9 @@ def test_a_packed_model_runs_as_its_dequantized_twin(
         if isinstance(m, torch.nn.Linear) and "layers." in name and name.endswith("proj")
     )
     assert not any(isinstance(m, QuantLinear) for m in dense.module.modules())
-    torch.testing.assert_close(packed(IDS), dense(IDS), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(packed(IDS), dense(IDS), rtol=2e-3, atol=2e-3)
     reference = load(folder, device="cpu", dtype="float32", kernel="reference")
-    torch.testing.assert_close(reference(IDS), dense(IDS), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(reference(IDS), dense(IDS), rtol=2e-3, atol=2e-3)
     assert packed.memory()["dense"] + packed.memory()["quantized"] < dense.memory()["dense"]
     elements = sum(m.in_features * m.out_features for m in layers)
     assert packed.memory()["quantized"] * 8 / elements <= scheme.bits + 64 / 32
