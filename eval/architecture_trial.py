@@ -150,7 +150,7 @@ class Stages:
         import quantkit
 
         expected = self.reference(source, out)
-        quantized = quantkit.load(out, dtype="float32", device="cpu", dequantize=dequantize)
+        quantized = quantkit.load(out, dtype="float32", device="cpu", dequantize=dequantize, head_bits=16)
         self.found[self.now] = same(quantized(self.ids), expected, ROUNDING if dequantize else PACKED)
 
     def reference(self, source: Path, out: Path) -> Tensor:

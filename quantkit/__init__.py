@@ -5,9 +5,17 @@ Public names, loaded on first use: ``import quantkit`` touches no GPU, file or n
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from quantkit.version import __version__
+
+# OpenMP's threads, which torch's operations use, spin for milliseconds after each one and take the cores from whoever
+# works next: our own threads, another process. Asked to sleep instead they cost nothing measurable (docs/cpu.md). Read
+# once, when torch is imported; a value that the user set stays.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = ["QuantTensor", "Scheme", "__version__", "convert", "evaluate", "load"]
 

@@ -115,9 +115,7 @@ def transformers_engine(ref: str, dtype: torch.dtype) -> Engine:
     return Engine(f"transformers {str(dtype).removeprefix('torch.')}", decode, size, size)
 
 
-def quantkit_engine(
-    ref: str, scheme: Scheme, *, numba: bool, head_bits: int | None = None, dense: bool = False
-) -> Engine:
+def quantkit_engine(ref: str, scheme: Scheme, *, numba: bool, head_bits: int | None = None) -> Engine:
     installed = threads.available
     if not numba:
         threads.available = lambda: False  # type: ignore[assignment]  # as on a machine without the extra
@@ -138,10 +136,6 @@ def quantkit_engine(
             round_head(module, head_bits, device=CPU, dtype=torch.float32, kernel=None)
         else:
             compact_head(module, torch.float32)
-        if dense:
-            for layer in module.modules():
-                if isinstance(layer, QuantLinear):
-                    layer.keep_dense(torch.float32)
         model = Model(module, config, device=CPU, dtype=torch.float32, read_tokenizer=NoTokenizer)
         lean = model.fast_step is not None
     finally:
@@ -155,11 +149,7 @@ def quantkit_engine(
         return done.time_to_first_token, sum(done.inter_token_latencies)
 
     kind = ("numba, compiled step" if lean else "numba") if numba else "torch's kernels"
-    name = (
-        f"quantkit {scheme.describe()}, {kind}"
-        + (f", head {head_bits} bit" if head_bits else "")
-        + (", keep-dense" if dense else "")
-    )
+    name = f"quantkit {scheme.describe()}, {kind}" + (f", head {head_bits} bit" if head_bits else "")
     memory = model.memory()
     return Engine(name, decode, weight_bytes_per_step(model, 1), memory["quantized"] + memory["dense"])
 
@@ -213,7 +203,6 @@ def engines(options: argparse.Namespace) -> list[Engine]:
     if threads.available():
         known["int4 numba"] = lambda: quantkit_engine(ref, four, numba=True)
         known["int4 numba, head 8 bit"] = lambda: quantkit_engine(ref, four, numba=True, head_bits=8)
-        known["int4 numba, keep-dense"] = lambda: quantkit_engine(ref, four, numba=True, dense=True)
         if ref not in RANDOM:
             known["int8 numba, head 8 bit"] = lambda: quantkit_engine(ref, eight, numba=True, head_bits=8)
     for file in options.gguf:

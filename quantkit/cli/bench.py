@@ -57,7 +57,10 @@ from quantkit.cli.progress import bar
         " triton-gemv, triton-gemm, triton-w8a8.  [default: the measured choice]"
     ),
 )
-@grouped("Running", "--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
+@grouped(
+    "Running", "--head-bits", type=int,
+    help="Bits of a dense head: 16 (as stored), 8 or 4.  [default: 8 on a CPU beside weights of at most 6, else 16]",
+)  # fmt: skip
 @grouped("Running", "--keep-dense", is_flag=True, help="CPU: hold floats beside the packed weights, for prompts.")
 @grouped("Running", "--no-graphs", is_flag=True, help="GPU: launch decode steps kernel by kernel, not as CUDA graphs.")
 def command(model: str, as_json: bool, no_graphs: bool, **given: Any) -> None:

@@ -52,7 +52,10 @@ LOADING = ("device", "dtype", "kv_bits", "kv_scales", "head_bits")  # options of
     type=click.Choice(["online", "static"]),
     help="Scales made on the way, or those that convert stored.",
 )
-@grouped("Running", "--head-bits", type=int, help="8 or 4: round a dense head as it is loaded.  [default: exact]")
+@grouped(
+    "Running", "--head-bits", type=int,
+    help="Bits of a dense head: 16 (as stored), 8 or 4.  [default: 8 on a CPU beside weights of at most 6, else 16]",
+)  # fmt: skip
 @grouped("Running", "--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @grouped("Running", "--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16 (GPU only).")
 @grouped("Running", "--deterministic", is_flag=True, help="The same text as this prompt gets in any batch.")
@@ -66,6 +69,7 @@ def command(
     from quantkit.runtime.generate.sampling import GenerationOptions
     from quantkit.runtime.images.files import read_image
     from quantkit.runtime.load import load
+    from quantkit.runtime.path_words import path_words
 
     loading = {name: given.pop(name) for name in LOADING}
     wanted = GenerationOptions(**given)  # a wrong option is told before the model is loaded
@@ -87,6 +91,7 @@ def command(
         print_json(_record(loaded, result, load_seconds))
     else:
         click.echo(_timings(loaded, result, load_seconds), err=True)
+        click.echo(f"ran on {path_words(loaded)}", err=True)
 
 
 def _read_prompt() -> str:
@@ -126,6 +131,7 @@ def _record(loaded: Any, result: Any, load_seconds: float) -> dict[str, Any]:
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "decoding": loaded.decoding,
+        "head_bits": loaded.head_bits,
     }
 
 

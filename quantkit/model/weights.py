@@ -124,6 +124,14 @@ class Weights:
         """
         return self.sources[name].name if name in self.sources else name
 
+    def stored_alike(self, name: str, twin: str) -> bool:
+        """Tell whether a tied parameter really is its twin.
+
+        A file may store both, and differ: transformers then unties them.
+        """
+        own, other = self.stored(name), self.stored(twin)
+        return own == other or torch.equal(self.source.read(own), self.source.read(other))
+
     def load(self, module_name: str, device: torch.device | str = "cpu") -> None:
         """Read every parameter below a module (``""`` = none but its own) onto a device, and move its buffers there.
 

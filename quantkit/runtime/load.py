@@ -21,12 +21,11 @@ from quantkit.formats.reader import QuantizedReader
 from quantkit.model.end_tokens import end_tokens
 from quantkit.model.skeleton import build_skeleton
 from quantkit.runtime.images.processor import load_processor
-from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kv_cache.choose import kv_plan, tell_of_foreign_scales
 from quantkit.runtime.layers.build import fill
 from quantkit.runtime.layers.fused import fuse_linears
-from quantkit.runtime.layers.head import check_head_bits, compact_head, round_head
+from quantkit.runtime.layers.head import check_head_bits, compact_head, default_head_bits, round_head
 from quantkit.runtime.layers.linear import KERNELS, QuantLinear
 from quantkit.runtime.model import Model
 
@@ -59,8 +58,10 @@ def load(
     kv_scales: "online", or "static" (which ``convert`` calibrates); None for those of the checkpoint, else online.
     dequantize: hold quantized weights as floats (for evaluation).
     kernel: None for the measured choice, or a name from ``runtime.layers.linear.KERNELS`` for every layer.
-    head_bits: 8 or 4 rounds a dense head (and the embedding tied to it) to groups of that many bits; None keeps it.
-    keep_dense: hold a float copy of every packed layer beside it, for prompts; costs the memory of the original.
+    head_bits: 8 or 4 rounds a dense head (and the embedding tied to it) to groups of that many bits, 16 keeps it; None:
+        8 on a CPU beside weights of at most 6 bits, else 16.
+    keep_dense: hold a float copy of every packed layer beside it, for prompts; costs the memory of the original. For
+        a CPU without the extra ``[cpu]``.
     graphs: on a GPU, capture decode steps in CUDA graphs where the model allows it; False launches each kernel.
 
     Raises RequestError for a bad option, SourceError or CheckpointError for a model that cannot be read whole.
@@ -74,12 +75,12 @@ def load(
     reader = QuantizedReader(source)
     tell_of_foreign_scales(reader, plan)
     module = build_skeleton(source.config, number)
-    if keep_dense and head_bits is None and not reader.modules:
+    if keep_dense and head_bits in (None, 16) and not reader.modules:
         raise RequestError(
             f"keep_dense (--keep-dense) has no effect: no weight of {source.path} is quantized. Leave it out."
         )
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
-    _finish_layers(module, where, number, dequantize, kernel, head_bits, keep_dense)
+    _finish_layers(module, reader, where, number, dequantize, kernel, head_bits, keep_dense)
     tokenizer = partial(_tokenizer, source)
     return Model(
         module, source.config, device=where, dtype=number, read_tokenizer=tokenizer,
@@ -107,6 +108,7 @@ def _check_options(
 
 def _finish_layers(
     module: nn.Module,
+    reader: QuantizedReader,
     device: torch.device,
     dtype: torch.dtype,
     dequantize: bool,
@@ -115,7 +117,9 @@ def _finish_layers(
     keep_dense: bool,
 ) -> None:
     """Give the head its run-time form, keep float copies where asked for, and fuse linears on a GPU."""
-    if head_bits is not None:
+    plain = dequantize or kernel not in (None, "numba") or dtype != torch.float32
+    head_bits = head_bits or default_head_bits(module, reader, device, 16 if plain else 8)
+    if head_bits in (4, 8):
         round_head(module, head_bits, device=device, dtype=dtype, kernel=kernel)
     elif not dequantize and device.type == "cpu" and kernel in (None, "numba"):
         compact_head(module, dtype, kernel)
@@ -126,10 +130,15 @@ def _finish_layers(
 
 
 def _keep_dense(module: nn.Module, dtype: torch.dtype) -> None:
-    for layer in module.modules():
-        # a head kept in 16 bits becomes float32 for next to nothing, and reads one token of each prompt
-        if isinstance(layer, QuantLinear) and not isinstance(layer.packed, HalfWeight):
-            layer.keep_dense(dtype)
+    """Keep float copies of the layers that would read a prompt from them. Raises RequestError if there are none."""
+    layers = [layer for layer in module.modules() if isinstance(layer, QuantLinear) and layer.may_take_dense()]
+    if not layers:
+        raise RequestError(
+            "keep_dense (--keep-dense) has no effect: the compiled kernels read prompts faster from packed weights than"
+            " from a float copy. Leave it out."
+        )
+    for layer in layers:
+        layer.keep_dense(dtype)
 
 
 def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

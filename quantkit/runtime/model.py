@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,25 @@ import torch
 from torch import Tensor
 
 from quantkit.core.interrupt import interruptible
-from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, cache_words
+from quantkit.core.kvscheme import KVPlan, cache_words
 from quantkit.errors import QuantkitWarning, RequestError, UnsupportedModel
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
 from quantkit.model.language import output_embeddings, text_config, trunk
 from quantkit.runtime.decode.definition import definition_step
 from quantkit.runtime.decode.states import Stepping, stepping
 from quantkit.runtime.generate.loop import Generation, Piece, run
-from quantkit.runtime.generate.prefill import Beside
+from quantkit.runtime.generate.prefill import Beside, read_through_pages
 from quantkit.runtime.generate.prompts import Messages, as_batch, check_ids, checked
 from quantkit.runtime.generate.sampling import GenerationOptions
 from quantkit.runtime.images.step import step_after_images, step_with_images
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
+from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.layer_kinds import layer_kinds
 from quantkit.runtime.kv_cache.recompute import TokenCache
-from quantkit.runtime.kv_cache.transformers_cache import layer_specs, transformers_cache
+from quantkit.runtime.kv_cache.transformers_cache import layer_specs
 from quantkit.runtime.layers.embedding import QuantEmbedding
-from quantkit.runtime.layers.head import head_only
+from quantkit.runtime.layers.head import head_bits, head_only
 from quantkit.runtime.layers.linear import QuantLinear
 from quantkit.runtime.requests import Images, encoded, requests
 
@@ -162,6 +164,11 @@ class Model:
         return "graph" if self.graph_decoder is not None and not self.graph_decoder.broken else "lean"
 
     @property
+    def head_bits(self) -> int | None:
+        """In how many bits the head is held."""
+        return head_bits(self.module)
+
+    @property
     def vocabulary(self) -> int:
         """Entries of a row of logits."""
         head = output_embeddings(self.module)
@@ -238,7 +245,13 @@ class Model:
             quick: Tensor | None = self.fast_step(ids, paged)
             if quick is not None:
                 return quick
-        return definition_step(self.module, ids, cache, counts)
+        with threads.without_openmp() if self._compiled else nullcontext():
+            return definition_step(self.module, ids, cache, counts)
+
+    @cached_property
+    def _compiled(self) -> bool:
+        """Whether linears run in our own threads."""
+        return any(layout.startswith("planar") for layout in self.layouts())
 
     @torch.inference_mode()
     def hidden(self, input_ids: Tensor) -> Tensor:
@@ -260,14 +273,7 @@ class Model:
             hidden: Tensor = trunk(self.module)(input_ids=ids, use_cache=False).last_hidden_state
             return hidden
         rows = ids.split(1) if self.alone else (ids,)
-        return torch.cat([self._through_pages(row) for row in rows])
-
-    def _through_pages(self, ids: Tensor) -> Tensor:
-        """Feed tokens so that attention reads packed pages. A state takes several tokens only where it begins."""
-        cache = transformers_cache(self.new_cache(ids.shape[1]))
-        whole = min(PAGE_TOKENS, ids.shape[1])
-        rest = ids[:, whole:].split(1 if self.alone else PAGE_TOKENS, dim=1) if ids.shape[1] > whole else ()
-        return torch.cat([self.step(chunk, cache) for chunk in (ids[:, :whole], *rest)], dim=1)
+        return torch.cat([read_through_pages(self, row) for row in rows])
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:

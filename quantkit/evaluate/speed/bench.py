@@ -100,7 +100,6 @@ def bench(
             "model": str(model),
             "kernel": kernel or "auto",
             "load_seconds": time.perf_counter() - start,
-            "head_bits": head_bits,
             "keep_dense": keep_dense,
         }
         return _bench(loaded, work, progress, how)
@@ -132,6 +131,8 @@ def _check(work: Workload, threads: int | None) -> None:
 
 def _bench(model: Model, work: Workload, progress: OnProgress | None, how: dict[str, Any]) -> Speed:
     """Time a loaded model. how: the fields of ``Speed`` that say how it was loaded."""
+    from quantkit.runtime.path_words import path_words
+
     for length in work.prompts:
         if model.context is not None and length + work.new_tokens > model.context:
             raise RequestError(
@@ -154,6 +155,8 @@ def _bench(model: Model, work: Workload, progress: OnProgress | None, how: dict[
         kv_scales=model.kv_plan.kind,
         kv_stored_bits=model.kv_stored_bits,
         decoding=model.decoding,
+        head_bits=model.head_bits,
+        path=path_words(model),
         layouts=model.layouts(),
         threads=torch.get_num_threads(),
         seed=work.seed,

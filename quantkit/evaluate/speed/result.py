@@ -42,7 +42,8 @@ class Cell:
 class Speed:
     """A benchmark: the cells, what was held in memory, and all that decides the figures.
 
-    decoding: see ``Model.decoding``.
+    decoding: see ``Model.decoding``. head_bits: in how many bits the head is held. path: how tokens are computed, in
+    words.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Speed:
     kv_stored_bits: float
     kernel: str
     head_bits: int | None
+    path: str
     keep_dense: bool
     decoding: str
     layouts: dict[str, int]
@@ -88,7 +90,6 @@ class Speed:
 
     def _notes(self) -> list[str]:
         memory, band = self.memory, self.bandwidth
-        layouts = ", ".join(f"{count} x {name}" for name, count in self.layouts.items()) or "no packed weights"
         load = "" if self.load_average is None else f", load average {self.load_average:.1f}"
         read = "" if not band.read else f"read {band.read / 1e9:.1f}, "
         return [
@@ -98,17 +99,9 @@ class Speed:
                 f" ({cache_words(self.kv_bits, self.kv_scales, self.kv_stored_bits)})"
             ),
             f"bandwidth   {read}copy {band.copy / 1e9:.1f} GB/s, {self.threads} thread{'s' * (self.threads > 1)}{load}",
-            (
-                f"measured    {self.model} on {self.device}, {self.dtype}, kernel {self.kernel} ({layouts}), decoding"
-                f" {self.decoding}, loaded in {self.load_seconds:.1f} s"
-            ),
-            *self._hints(),
+            f"measured    {self.model}, kernel {self.kernel}, loaded in {self.load_seconds:.1f} s",
+            f"runs on     {self.path}",
         ]
-
-    def _hints(self) -> list[str]:
-        if self.device != "cpu" or self.dtype != "float32" or self.kernel != "auto" or "numba" in self.versions:
-            return []
-        return ["hint        pip install 'quantkit[cpu]' (numba) brings compiled kernels: see docs/cpu.md"]
 
 
 def _row(cell: Cell) -> tuple[str, ...]:

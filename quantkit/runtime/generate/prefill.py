@@ -101,6 +101,21 @@ def read(model: Steps, cache: KVCache, prompts: Sequence[Sequence[int]], beside:
     return torch.cat([ends[row] for row in range(len(prompts))])
 
 
+def read_through_pages(model: Steps, ids: Tensor) -> Tensor:
+    """Feed tokens to an empty cache so that attention reads packed pages; return all final hidden states.
+
+    A layer's state takes several tokens only where it begins: of such a model they come one by one behind the first
+    page.
+
+    model: what runs steps.
+    ids: int64 ``[batch, tokens]``; of a model whose sequences are computed by themselves, of one.
+    """
+    cache = transformers_cache(model.new_cache(ids.shape[1]))
+    first, rest = ids[:, :PAGE_TOKENS], ids[:, PAGE_TOKENS:]
+    pieces = rest.split(1 if model.alone else PAGE_TOKENS, dim=1) if rest.shape[1] else ()
+    return torch.cat([model.step(piece, cache) for piece in (first, *pieces)], dim=1)
+
+
 def shared_tokens(prompts: Sequence[Sequence[int]], unit: int) -> int:
     """Return the number of tokens, a multiple of ``unit``, that all prompts begin with; 0 for a single prompt.
 

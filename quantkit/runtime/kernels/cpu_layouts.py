@@ -62,13 +62,15 @@ class PlanarWeight(PackedWeight):
         self.narrow = q.scheme.bits <= 4
         self.layout = "planar4" if self.narrow else "planar8"
         padded = -(-self.in_features // 32) * 32
-        codes = torch.nn.functional.pad(q.codes.to(torch.uint8), (0, padded - self.in_features))
+        codes = q.codes.to(torch.uint8).contiguous()
+        if padded > self.in_features:
+            codes = torch.nn.functional.pad(codes, (0, padded - self.in_features))
         if self.narrow:
-            low, high = codes.view(self.out_features, -1, 2, 16).unbind(2)
-            packed = (low | high << 4).flatten(1)
+            packed = torch.empty(self.out_features, padded // 2, dtype=torch.uint8)
+            threads.compiled("planar").pack_nibbles(codes.numpy(), packed.numpy())
         else:
             packed = codes ^ 128  # code - 128 as a signed byte
-        self.register_buffer("codes", packed.contiguous())
+        self.register_buffer("codes", packed)
         self._blocks, self._parts = padded // size, size // 32
         group = torch.arange(self._blocks) * size // q.scheme.width(self.in_features)
         group.clamp_(max=q.scales.shape[1] - 1)  # padding may begin a group of its own

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from quantkit.formats.reader import QuantizedReader
 from quantkit.model.linears.transposed import TransposedLinear
 from quantkit.model.naming import Naming
 from quantkit.model.weights import Weights, tied_parameters
+from quantkit.runtime.kernels.numba import threads
+from quantkit.runtime.kernels.reference import PackedWeight
 from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear, pack
+from quantkit.runtime.layers.sixteen_bit import hold_16_bit
 
 # Unpacking leaves holes in the heap: 350 MB for SmolLM2-135M if nothing is done. Trimmed after this many weights.
 TRIM_WEIGHTS = 1 << 24
@@ -63,7 +67,10 @@ def fill(
         _round_inputs(module, reader, module_names)
     else:
         load_packed(module, source, reader, module_names, shared, device, dtype, kernel)
-    _load_dense(module, weights, {f"{name}.weight" for name in module_names.values()}, device)
+    separate = {f"{name}.weight" for name in module_names.values()}
+    compact = device.type == "cpu" and not dequantize and kernel in (None, "numba") and dtype == torch.float32
+    held = hold_16_bit(module, weights, separate) if compact and threads.available() else set()
+    load_parameters(module, weights, [name for name in weights.names if name not in held], device, separate)
     _move_buffers(module, source, device)
     left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
     if left:
@@ -100,10 +107,14 @@ def load_packed(
     dtype: of activations.
     kernel: a name from ``KERNELS`` for every layer, None for the measured choice.
     """
+
+    def read(stored: str, name: str) -> PackedWeight:
+        value = read_module(source, reader, stored, _shape(module.get_submodule(name)))
+        return pack(value, device=device, kernel=kernel)
+
     unpacked = 0
-    for stored, name in module_names.items():
+    for name, packed in zip(module_names.values(), _several(read, module_names.items(), device), strict=True):
         owner: Any = module.get_submodule(name)
-        packed = pack(read_module(source, reader, stored, _shape(owner)), device=device, kernel=kernel)
         if isinstance(owner, nn.Embedding):
             _replace(module, name, QuantEmbedding(packed, owner, dtype))
         else:
@@ -115,6 +126,23 @@ def load_packed(
         if unpacked >= TRIM_WEIGHTS:
             release_free_memory()
             unpacked = 0
+
+
+def _several(
+    read: Callable[[str, str], PackedWeight], names: Iterable[tuple[str, str]], device: torch.device
+) -> Iterator[PackedWeight]:
+    """Yield weights in order; on a CPU the next ones are read and packed beside, in as many threads as torch uses."""
+    if device.type != "cpu":
+        yield from (read(stored, name) for stored, name in names)
+        return
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        waiting = [pool.submit(read, stored, name) for stored, name in names]
+        try:
+            for index, future in enumerate(waiting):
+                waiting[index] = None  # type: ignore[call-overload]  # what was read is the layer's alone
+                yield future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def read_module(
@@ -159,14 +187,6 @@ def _shape(owner: Any) -> tuple[int, int]:
     return owner.out_features, owner.in_features
 
 
-def _load_dense(module: nn.Module, weights: Weights, separate: set[str], device: torch.device) -> None:
-    """Load parameters that are not packed. Tied ones share one tensor, also if the file stores both.
-
-    separate: parameters that were quantized apart from their twin (a quantized head), and so are not tied any more.
-    """
-    load_parameters(module, weights, weights.names, device, separate)
-
-
 def load_parameters(
     module: nn.Module, weights: Weights, names: Iterable[str], device: torch.device, separate: Collection[str] = ()
 ) -> None:
@@ -182,7 +202,7 @@ def load_parameters(
     for name in names:
         twin = weights.tied.get(name)
         first = name
-        if twin in weights.names and name not in separate and _equal(weights, name, str(twin)):
+        if twin in weights.names and name not in separate and weights.stored_alike(name, str(twin)):
             first = str(twin)
         if name in weights.stored_buffers:
             weights.load_parameter(name, device)
@@ -218,15 +238,6 @@ def _round_inputs(module: nn.Module, reader: QuantizedReader, module_names: dict
         scheme = reader.scheme(stored)
         if isinstance(scheme, Scheme) and scheme.activations is not None:
             module.get_submodule(name).register_forward_pre_hook(round_input)
-
-
-def _equal(weights: Weights, name: str, twin: str) -> bool:
-    """Tell whether a tied parameter really is its twin.
-
-    A file may store both, and differ: transformers then unties them.
-    """
-    own, other = weights.stored(name), weights.stored(twin)
-    return own == other or torch.equal(weights.source.read(own), weights.source.read(other))
 
 
 def find_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError, UnsupportedModel
+from quantkit.formats.reader import QuantizedReader
 from quantkit.model.language import name_of, output_embeddings, trunk
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight
 from quantkit.runtime.kernels.numba import threads
@@ -20,20 +22,51 @@ from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear, pack
 
 GROUPS = (64, 32)  # of a rounded head: small groups cost little where there is one such matrix
+ROWS = 512  # of a head that are rounded at a time
+LAYOUT_BITS = {"planar4": 4, "int4": 4, "planar8": 8, "int8": 8, "half": 16}
+NARROW = 6  # bits of weights, in the mean, beside which a head of 8 is not seen
 
 
 def check_head_bits(bits: int, dequantize: bool) -> None:
-    """Check the number of bits of a rounded head.
+    """Check the number of bits of a head.
 
-    bits: 8 or 4 have a kernel.
+    bits: 16 keeps it as it is stored, 8 or 4 have a kernel.
     dequantize: weights are held as floats.
 
-    Raises RequestError for other bits, and with ``dequantize``.
+    Raises RequestError for other bits, and with ``dequantize`` for a rounded head.
     """
-    if bits not in (4, 8):
-        raise RequestError(f"head_bits={bits}: expected 8 or 4.")
-    if dequantize:
+    if bits not in (4, 8, 16):
+        raise RequestError(f"head_bits={bits}: expected 16 (as stored), 8 or 4.")
+    if dequantize and bits < 16:
         raise RequestError("head_bits rounds the head of a packed model; dequantize holds floats. Leave one out.")
+
+
+def default_head_bits(module: Any, reader: QuantizedReader, device: torch.device, best: int) -> int:
+    """Return the bits of a head where nobody asks for some: 8 on a CPU beside weights of at most 6, else 16.
+
+    It is the largest matrix that a token reads. What 8 bits of it cost is a three-hundredth of what 4 bits of the other
+    weights do (``eval/head_bits.py``); beside weights of 8 bits that would show.
+
+    module: the model, filled.
+    reader: of the checkpoint.
+    device: where the model runs.
+    best: 8 where compiled kernels may be used, else 16.
+    """
+    head = output_embeddings(module)
+    if device.type != "cpu" or not threads.available() or dense_weight(head) is None:
+        return 16
+    schemes = [reader.scheme(name) for name in reader.modules]
+    bits = [scheme.bits for scheme in schemes if isinstance(scheme, Scheme)]
+    narrow = bool(bits) and len(bits) == len(schemes) and sum(bits) <= NARROW * len(bits)
+    return best if narrow else 16
+
+
+def head_bits(module: Any) -> int | None:
+    """Return in how many bits a model's head is held; None for a packing that has no such number."""
+    head = output_embeddings(module)
+    if isinstance(head, QuantLinear):
+        return LAYOUT_BITS.get(head.packed.layout)
+    return 8 * int(head.weight.dtype.itemsize) if isinstance(head, nn.Linear) else None
 
 
 def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dtype, kernel: str | None) -> None:
@@ -50,19 +83,35 @@ def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dty
     Raises RequestError for a head that is quantized already, or missing.
     """
     head = output_embeddings(module)
-    if not isinstance(head, nn.Linear):
+    weight = dense_weight(head)
+    if weight is None:
         what = "is quantized in the checkpoint already" if isinstance(head, QuantLinear) else "is no linear layer"
         raise RequestError(f"head_bits={bits}: the head of this model {what}. Leave the option out.")
-    weight = head.weight.detach().float().cpu()
     group = next((size for size in GROUPS if weight.shape[1] % size == 0), None)
     scheme = Scheme(bits, group, False)
-    scales, zeros = affine.minmax_params(weight, scheme)
-    q = QuantTensor(affine.quantize(weight, scales, zeros, scheme), scales, zeros, scheme)
-    _replace(module, head, pack(q, device=device, kernel=kernel), dtype, kernel)
+
+    def rounded(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        part = rows.float().cpu()
+        scales, zeros = affine.minmax_params(part, scheme)
+        assert zeros is not None
+        return affine.quantize(part, scales, zeros, scheme), scales, zeros
+
+    # in pieces: a float32 copy of all would be the largest tensor of loading
+    with ThreadPoolExecutor(torch.get_num_threads()) as workers:
+        parts = list(workers.map(rounded, weight.detach().split(ROWS)))
+    codes, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
+    _replace(module, head, pack(QuantTensor(codes, scales, zeros, scheme), device=device, kernel=kernel), dtype, kernel)
+
+
+def dense_weight(head: Any) -> Tensor | None:
+    """Return the matrix of a head that is not quantized, in the dtype in which it is held; None for another."""
+    if isinstance(head, QuantLinear):
+        return head.packed.weight if isinstance(head.packed, HalfWeight) else None
+    return head.weight if isinstance(head, nn.Linear) else None
 
 
 def compact_head(module: Any, dtype: torch.dtype, kernel: str | None = None) -> None:
-    """Hold a float32 head in the 16 bits of its source, where that is exact and a kernel reads it (extra ``[cpu]``).
+    """Hold a float32 head in 16 bits, where that is exact and a kernel reads it (extra ``[cpu]``).
 
     module: the model; changed in place.
     dtype: of activations.
@@ -76,14 +125,21 @@ def compact_head(module: Any, dtype: torch.dtype, kernel: str | None = None) -> 
         _replace(module, head, HalfWeight(head.weight.detach().to(stored)), dtype, kernel)
 
 
-def _replace(module: Any, head: nn.Linear, packed: PackedWeight, dtype: torch.dtype, kernel: str | None) -> None:
+def _replace(module: Any, head: Any, packed: PackedWeight, dtype: torch.dtype, kernel: str | None) -> None:
     embedding = module.get_input_embeddings()
-    tied = isinstance(embedding, nn.Embedding) and embedding.weight.data_ptr() == head.weight.data_ptr()
     for name, owner in list(module.named_modules()):
         if owner is head:
             _set(module, name, QuantLinear(packed, head.bias, kernel, dtype))
-        elif owner is embedding and tied:
-            _set(module, name, QuantEmbedding(packed, embedding, dtype))
+        elif owner is embedding and _one_matrix(embedding, head):
+            original = embedding.original if isinstance(embedding, QuantEmbedding) else embedding
+            _set(module, name, QuantEmbedding(packed, original, dtype))
+
+
+def _one_matrix(embedding: Any, head: Any) -> bool:
+    """Tell whether embedding and head are the same tensor."""
+    if isinstance(embedding, QuantEmbedding) or isinstance(head, QuantLinear):
+        return getattr(embedding, "packed", None) is getattr(head, "packed", 0)
+    return isinstance(embedding, nn.Embedding) and embedding.weight.data_ptr() == head.weight.data_ptr()
 
 
 def _set(module: Any, name: str, layer: nn.Module) -> None:

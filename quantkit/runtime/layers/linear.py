@@ -245,6 +245,14 @@ class QuantLinear(nn.Module):
             raise RequestError("keep_dense serves weight-only layers; this model's activations are int8. Leave it out.")
         self.dense = self.dequantize().to(dtype)
 
+    def may_take_dense(self) -> bool:
+        """Tell whether a float copy would ever be read: not beside kernels that are faster for any number of tokens.
+
+        A head kept in 16 bits becomes float32 for next to nothing, and reads one token of each prompt.
+        """
+        few = CROSSOVER[self.packed.layout][1]
+        return isinstance(self.packed, W8A8Weight) or (few < sys.maxsize and self.packed.layout != "half")
+
     def takes_dense(self, tokens: int) -> bool:
         """Tell whether so many tokens are multiplied by the float copy: it exists, and no kernel was asked for."""
         return self.dense is not None and self.kernel is None and tokens >= CROSSOVER[self.packed.layout][1]

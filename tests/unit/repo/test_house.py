@@ -19,7 +19,9 @@ ORDER = {
         "progress", "results", "options", "plan", "engines", "output",
         "job", "stages", "report", "repack", "run", "api",
     ],
-    "runtime": ["kernels", "kv_cache", "layers", "decode", "generate", "images", "requests", "model", "load"],
+    "runtime": [
+        "kernels", "kv_cache", "layers", "decode", "generate", "images", "requests", "model", "load", "path_words",
+    ],
 }  # fmt: skip
 ROOMS = 15  # that a folder shows at most
 LINES = 50  # of a function

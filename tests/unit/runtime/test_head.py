@@ -51,7 +51,7 @@ def test_a_head_stored_in_16_bits_stays_so_and_gives_the_same_logits(packed_fold
     tensors = {n: t.bfloat16() if "embed_tokens" in n else t for n, t in load_file(file).items()}
     save_file(tensors, file)
     exact = load(folder, device="cpu", dtype="float32", kernel="reference")
-    held = load(folder, device="cpu", dtype="float32")
+    held = load(folder, device="cpu", dtype="float32", head_bits=16)
     head, embedding = held.module.get_output_embeddings(), held.module.get_input_embeddings()
     assert isinstance(head.packed, HalfWeight)
     assert head.packed is embedding.packed
@@ -59,3 +59,22 @@ def test_a_head_stored_in_16_bits_stays_so_and_gives_the_same_logits(packed_fold
     hidden = exact.hidden(IDS)[:, -1:]
     torch.testing.assert_close(held.head(hidden), exact.head(hidden), rtol=1e-5, atol=1e-5)
     assert held.memory()["dense"] < exact.memory()["dense"]
+
+
+@pytest.mark.parametrize("numba", [True, False])
+@pytest.mark.parametrize(("bits", "expected"), [(4, 8), (8, 16)])
+def test_the_default_head_is_of_8_bits_beside_narrow_weights_on_compiled_kernels(
+    bits: int, expected: int, numba: bool, packed_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if numba and not threads.available():
+        pytest.skip("numba is not installed (extra [cpu])")
+    if not numba:
+        monkeypatch.setattr("quantkit.runtime.kernels.numba.threads.available", lambda: False)
+    model = load(packed_folder("llama", Scheme(bits, 32)), device="cpu", dtype="float32")
+    assert model.head_bits == (expected if numba and bits == 4 else 32)  # the tiny model is stored in float32
+    exact = load(packed_folder("llama", Scheme(bits, 32)), device="cpu", dtype="float32", head_bits=16)
+    assert exact.head_bits in (16, 32)
+
+
+def test_an_original_keeps_its_head(float_folder: Folder) -> None:
+    assert load(float_folder("llama"), device="cpu", dtype="float32").head_bits == 32

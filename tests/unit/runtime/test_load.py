@@ -59,7 +59,7 @@ def test_a_packed_model_runs_as_its_dequantized_twin(
     packed_folder: Folder, kind: str, format_name: str, scheme: Scheme
 ) -> None:
     folder = packed_folder(kind, scheme, format_name)
-    packed = load(folder, device="cpu", dtype="float32")
+    packed = load(folder, device="cpu", dtype="float32", head_bits=16)
     dense = load(folder, device="cpu", dtype="float32", dequantize=True)
     layers = [m for m in packed.module.modules() if isinstance(m, QuantLinear)]
     assert len(layers) == sum(
@@ -84,7 +84,11 @@ def test_a_model_prints_as_what_it_runs(packed_folder: Folder) -> None:
 def test_tied_embeddings_stay_one_tensor(packed_folder: Folder, float_folder: Folder) -> None:
     for folder in (packed_folder("gemma3_text", Scheme(4, 32)), float_folder("llama", tie_word_embeddings=True)):
         module = load(folder, device="cpu").module
-        assert module.lm_head.weight is module.model.embed_tokens.weight
+        head, embedding = module.lm_head, module.model.embed_tokens
+        if isinstance(head, QuantLinear):
+            assert head.packed is embedding.packed
+        else:
+            assert head.weight is embedding.weight
 
 
 def test_nothing_is_left_random_or_on_meta(float_folder: Folder) -> None:

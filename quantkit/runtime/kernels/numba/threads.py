@@ -15,6 +15,8 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from quantkit.errors import QuantkitWarning, RequestError
 MOST = 64  # threads
 PATIENCE = 20_000  # empty looks before a worker sleeps: about a millisecond
 _pool: WorkerPool | None = None
+_held = 0  # torch's threads while it has but one (``without_openmp``)
 _guard = threading.Lock()
 
 
@@ -179,5 +182,25 @@ def pool() -> WorkerPool:
 
 
 def threads() -> int:
-    """The number of threads of a job: as many as torch uses."""
-    return min(torch.get_num_threads(), MOST)
+    """The number of threads of a job: as many as torch uses, or used before ``without_openmp``."""
+    return min(_held or torch.get_num_threads(), MOST)
+
+
+@contextmanager
+def without_openmp() -> Iterator[None]:
+    """Let torch's own operations run in one thread inside, where OpenMP's threads would spin on our threads' cores.
+
+    They sleep if OMP_WAIT_POLICY said so when torch was imported, which ``import quantkit`` sees to if it comes first.
+    """
+    global _held
+    before = torch.get_num_threads()
+    if _held or before == 1 or os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+        yield
+        return
+    _held = before
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _held = 0
