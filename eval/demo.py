@@ -59,6 +59,8 @@ def main() -> None:
     run("eval", model, "--baseline", args.model, "--seq-len", "1024", "--tokens", str(6 * 1024), "--kv-bits", "16")
     print("\n3. Text from the quantized model")
     run("generate", model, "--prompt", prompt, "--chat", "--max-tokens", "48")
+    print("\n4. How fast that path is on this machine")
+    run("bench", model, "--prompt", "128", "--new-tokens", "32")
     manifest = json.loads((Path(model) / "quantkit.json").read_text())
     size = sum(file.stat().st_size for file in Path(model).iterdir())
     print(

@@ -175,8 +175,11 @@ for line in sys.stdin:
 
 
 def llama_engine(python: str, file: str, threads: int) -> Engine:
+    own = {
+        name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"
+    }  # ggml's threads are OpenMP's
     child = subprocess.Popen(
-        [python, "-c", LLAMA, file, str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [python, "-c", LLAMA, file, str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own
     )
     assert child.stdin is not None
     assert child.stdout is not None

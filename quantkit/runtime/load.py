@@ -60,8 +60,7 @@ def load(
     kernel: None for the measured choice, or a name from ``runtime.layers.linear.KERNELS`` for every layer.
     head_bits: 8 or 4 rounds a dense head (and the embedding tied to it) to groups of that many bits, 16 keeps it; None:
         8 on a CPU beside weights of at most 6 bits, else 16.
-    keep_dense: hold a float copy of every packed layer beside it, for prompts; costs the memory of the original. For
-        a CPU without the extra ``[cpu]``.
+    keep_dense: hold a float copy of every packed layer beside it, for prompts; for a CPU without the extra ``[cpu]``.
     graphs: on a GPU, capture decode steps in CUDA graphs where the model allows it; False launches each kernel.
 
     Raises RequestError for a bad option, SourceError or CheckpointError for a model that cannot be read whole.
