@@ -120,7 +120,7 @@ def searched_params(
         sides += [(shrink, shrink)] if scheme.symmetric else [(shrink, shrink), (1.0, shrink), (shrink, 1.0)]
     # A few rows at a time: the temporaries then stay in the processor's cache, which is several times faster.
     # A GPU wants much at a time instead: each part costs hundreds of launches.
-    rows = max(1, (_SEARCH_ELEMENTS if weight.device.type == "cpu" else SEARCH_ELEMENTS_GPU) // weight.shape[1])
+    rows = max(1, (_PIECE if weight.device.type == "cpu" else SEARCH_ELEMENTS_GPU) // weight.shape[1])
     gains = gain.split(rows) if len(gain) > 1 else itertools.repeat(gain)
     ranges = [
         _search_rows(split_groups(part.float(), scheme), own, sides, scheme)
@@ -130,7 +130,7 @@ def searched_params(
     return torch.cat([scale for scale, _ in ranges]), zeros
 
 
-_SEARCH_ELEMENTS = 1 << 18
+_PIECE = 1 << 18  # weights in work at a time on a CPU: what is computed in between stays in its second cache
 SEARCH_ELEMENTS_GPU = 1 << 25  # about nine times as many floats are alive
 
 
@@ -166,18 +166,34 @@ def quantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Schem
 
     scales, zeros: ``[out, groups]`` as the functions above return them. Ties round to even (torch.round).
     """
-    in_features = weight.shape[1]
-    step = expand_groups(scales.float(), in_features, scheme)
-    offset: Tensor | float = float(scheme.midpoint)
-    if zeros is not None:
-        offset = expand_groups(zeros.float(), in_features, scheme)
-    return torch.round(weight.float() / step + offset).clamp_(0, scheme.levels - 1).to(torch.uint8)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    for rows in _pieces(weight):
+        step, offset = _expanded(rows, scales, zeros, weight.shape[1], scheme)
+        codes[rows] = (weight[rows].float() / step).add_(offset).round_().clamp_(0, scheme.levels - 1)
+    return codes
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
     """Compute ``(code - zero) * scale`` in float32, ``[out, in]``."""
-    in_features = codes.shape[1]
-    offset: Tensor | float = float(scheme.midpoint)
-    if zeros is not None:
-        offset = expand_groups(zeros.float(), in_features, scheme)
-    return (codes.float() - offset) * expand_groups(scales.float(), in_features, scheme)
+    weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    for rows in _pieces(codes):
+        step, offset = _expanded(rows, scales, zeros, codes.shape[1], scheme)
+        torch.mul(codes[rows].float() - offset, step, out=weight[rows])
+    return weight
+
+
+def _pieces(matrix: Tensor) -> list[slice]:
+    """Return slices of rows; on a CPU so small that what is computed in between stays in its second cache."""
+    size = _PIECE // max(1, matrix.shape[1]) if matrix.device.type == "cpu" else matrix.shape[0]
+    size = max(1, size)
+    return [slice(first, first + size) for first in range(0, matrix.shape[0], size)]
+
+
+def _expanded(
+    rows: slice, scales: Tensor, zeros: Tensor | None, in_features: int, scheme: Scheme
+) -> tuple[Tensor, Tensor | float]:
+    """Return scale and zero of every weight of some rows, float32; one number where all zeros are the midpoint."""
+    step = expand_groups(scales[rows].float(), in_features, scheme)
+    if zeros is None:
+        return step, float(scheme.midpoint)
+    return step, expand_groups(zeros[rows].float(), in_features, scheme)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 16  # codes that are packed or unpacked at one time: what is in between fits the second cache
+CHUNK_GPU = 1 << 22  # there launches cost, not caches
 
 
 def packed_width(cols: int, bits: int) -> int:
@@ -33,7 +34,7 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
     """
     _check(codes, bits)
     rows, cols = codes.shape
-    step = max(1, CHUNK // max(cols, 1))
+    step = max(1, (CHUNK if codes.device.type == "cpu" else CHUNK_GPU) // max(cols, 1))
     if rows > step:  # rows are independent; the temporaries are 8 to 16 times larger than the codes
         return torch.cat([pack_rows(part, bits) for part in codes.split(step)])
     if 32 % bits == 0:
@@ -59,7 +60,7 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
             f"{cols} codes of {bits} bits need int32 [rows, {packed_width(cols, bits)}], got {words.dtype}"
             f" {list(words.shape)}"
         )
-    step = max(1, CHUNK // max(cols, 1))
+    step = max(1, (CHUNK if words.device.type == "cpu" else CHUNK_GPU) // max(cols, 1))
     if rows > step:
         return torch.cat([unpack_rows(part, bits, cols) for part in words.split(step)])
     mask = (1 << bits) - 1

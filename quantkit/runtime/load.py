@@ -66,12 +66,12 @@ def load(
     Raises RequestError for a bad option, SourceError or CheckpointError for a model that cannot be read whole.
     """
     where = choose_device(device)
-    number = choose_dtype(dtype, where)
-    _check_options(where, dequantize, kernel, head_bits, keep_dense, graphs)
+    _check_options(where, dtype, dequantize, kernel, head_bits, keep_dense, graphs)
     source = open_source(ref)
     ends = end_tokens(source)
     plan = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
     reader = QuantizedReader(source)
+    number = choose_dtype(dtype, where, compiled=bool(reader.modules) and not dequantize and kernel in (None, "numba"))
     tell_of_foreign_scales(reader, plan)
     module = build_skeleton(source.config, number)
     if keep_dense and head_bits in (None, 16) and not reader.modules:
@@ -88,9 +88,11 @@ def load(
 
 
 def _check_options(
-    device: torch.device, dequantize: bool, kernel: str | None, head_bits: int | None, keep_dense: bool, graphs: bool
-) -> None:
+    device: torch.device, dtype: str | torch.dtype, dequantize: bool, kernel: str | None, head_bits: int | None,
+    keep_dense: bool, graphs: bool,
+) -> None:  # fmt: skip
     """Refuse options of ``load`` that are unknown, or that contradict each other, with RequestError."""
+    choose_dtype(dtype, device)
     if kernel is not None and kernel not in KERNELS:
         raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
     if head_bits is not None:
@@ -140,20 +142,21 @@ def _keep_dense(module: nn.Module, dtype: torch.dtype) -> None:
         layer.keep_dense(dtype)
 
 
-def choose_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Resolve "auto": bf16 on a GPU, float32 on a CPU, where the compiled kernels and the compiled step run in it.
+def choose_dtype(dtype: str | torch.dtype, device: torch.device, *, compiled: bool = False) -> torch.dtype:
+    """Resolve "auto": bf16 on a GPU and where a processor multiplies it (AVX512-BF16, AMX), else float32.
 
-    They are faster than torch's bf16 on every processor that was tried, with AVX512-BF16 or AMX too (docs/cpu.md). Only
-    without them (extra ``[cpu]``) bf16 is faster, where the processor multiplies it.
+    Packed weights take float32 on every CPU that has the compiled kernels and the compiled step, which run in it: bf16
+    is decoded by the transformers definition, many times slower (docs/cpu.md).
 
     dtype: as it was asked for.
     device: where the model will run.
+    compiled: whether compiled kernels will run its weights.
 
     Raises RequestError for an unknown dtype, and for float16 on a CPU: it overflows at 65504, and no CPU kernel is
     faster for it.
     """
     if dtype == "auto":
-        lean = cpu_has_bfloat16() and not threads.available()
+        lean = cpu_has_bfloat16() and not (compiled and threads.available())
         return torch.bfloat16 if device.type == "cuda" or lean else torch.float32
     chosen = DTYPES.get(str(dtype).removeprefix("torch."))
     if chosen is None:

@@ -250,8 +250,11 @@ class Model:
 
     @cached_property
     def _compiled(self) -> bool:
-        """Whether linears run in our own threads."""
-        return any(layout.startswith("planar") for layout in self.layouts())
+        """Whether most of the linears' weights run in our own threads."""
+        layers = [m for m in self.module.modules() if isinstance(m, (QuantLinear, torch.nn.Linear))]
+        sizes = {id(m): m.in_features * m.out_features for m in layers}
+        ours = sum(sizes[id(m)] for m in layers if isinstance(m, QuantLinear) and m.packed.layout.startswith("planar"))
+        return 2 * ours > sum(sizes.values())
 
     @torch.inference_mode()
     def hidden(self, input_ids: Tensor) -> Tensor:

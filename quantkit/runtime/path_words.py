@@ -19,7 +19,7 @@ def path_words(model: Any) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     layouts = ", ".join(f"{count} x {name}" for name, count in model.layouts().items()) or "no packed weights"
     head = model.head_bits
-    rounded = f", head of {head} bits" + (" (as stored: --head-bits 16)" if head == 8 else "") if head else ""
+    rounded = f", head of {head} bits" if head else ""
     return f"{model.device}, {dtype}, {layouts}{rounded}; {_steps(model)}"
 
 
@@ -32,4 +32,5 @@ def _steps(model: Any) -> str:
         return "one compiled step a token"
     if model.dtype != torch.float32:
         return "transformers' definition: the compiled step runs in float32 (leave --dtype out)"
-    return "transformers' definition with compiled linears: the model, or its KV cache, is none that the step reads"
+    compiled = any(layout.startswith("planar") for layout in model.layouts())
+    return "transformers' definition" + (" with compiled linears" if compiled else "")

@@ -304,6 +304,15 @@ def test_the_matrix_product_takes_the_largest_integers(scale: float) -> None:
 
 
 @needs_numba
+def test_more_tokens_than_are_rounded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PlanarWeight(quantized(Scheme(4, 64, False), (48, 128)))
+    x, bias = torch.randn(50, 128), torch.randn(48)
+    whole = linear_gemm(x, packed, bias)
+    monkeypatch.setattr("quantkit.runtime.kernels.cpu_layouts.MOST_TOKENS", 16)
+    assert torch.equal(linear_gemm(x, packed, bias), whole)
+
+
+@needs_numba
 @pytest.mark.parametrize("processor", ["znver4", "sapphirerapids"])
 def test_processors_with_vnni_multiply_and_add_in_one_instruction(processor: str, tmp_path: Path) -> None:
     """Compiled for them here, not run: 16 products of vectors a step, their sums in registers, nothing spilled."""

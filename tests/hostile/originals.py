@@ -70,6 +70,7 @@ def _converted(folder: Path) -> None:
     convert(folder / "float", folder / "compressed", method="rtn", format="compressed-tensors", group_size=16)
     shutil.copytree(folder / "float", folder / "plan")
     convert(folder / "float", folder / "repack", method="rtn", format="native", group_size=16, symmetric=False)
+    convert(folder / "float", folder / "awq", method="rtn", format="awq", group_size=16, symmetric=False)
     config = json.loads((folder / "gptq" / "config.json").read_text())
     old = shutil.copytree(folder / "gptq", folder / "old-gptq")
     del config["quantization_config"]  # older folders say it in quantize_config.json alone

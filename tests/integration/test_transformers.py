@@ -45,7 +45,7 @@ def loaded(folder: Path) -> Any:
 
 def both(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
-        return loaded(folder)(IDS).logits, qk.load(folder, device="cpu", dtype="float32")(IDS)
+        return loaded(folder)(IDS).logits, qk.load(folder, device="cpu", dtype="float32", head_bits=16)(IDS)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_nothing_is_held_as_floats_that_is_stored_packed(tiny_original: Path, tm
 def test_generating_through_transformers_gives_quantkits_text(tiny_original: Path, tmp_path: Path) -> None:
     folder = convert(tiny_original, tmp_path / "out")
     theirs = loaded(folder).generate(IDS, max_new_tokens=8, do_sample=False)[0, IDS.shape[1] :]
-    model, ids = qk.load(folder, device="cpu", dtype="float32"), IDS
+    model, ids = qk.load(folder, device="cpu", dtype="float32", head_bits=16), IDS
     for _ in range(8):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
     assert theirs.tolist() == ids[0, IDS.shape[1] :].tolist()

@@ -23,6 +23,7 @@ from quantkit.runtime.kernels.reference import PackedWeight, scratch
 
 # From so many tokens on unpacking a panel costs less than unpacking every row for each of them (docs/cpu.md).
 GEMM_TOKENS = 4
+MOST_TOKENS = 2048  # that are rounded to integers at a time, which bounds the scratch memory
 WIDE = 8  # tokens up to which every thread quantizes all activations itself
 BLOCKS = (128, 64, 32)  # inputs that share one scale of int16 activations
 
@@ -220,19 +221,25 @@ def linear_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     x: ``[tokens, in]``, taken as float32; the result comes back in ``x.dtype``. Tolerance: as ``linear_gemv``.
     """
     assert isinstance(weight, PlanarWeight)
-    k, g = threads.compiled(), threads.compiled("gemm")
     x32 = x.float().contiguous()
     bias32 = None if bias is None else bias.float().contiguous()
+    y = torch.empty(x.shape[0], weight.out_features)
+    for rows, into in zip(x32.split(MOST_TOKENS), y.split(MOST_TOKENS), strict=True):
+        _multiply(rows, weight, bias32, into)
+    return y.to(x.dtype)
+
+
+def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None, y: Tensor) -> None:
+    """Compute ``linear_gemm`` of contiguous float32 tokens, into ``y``."""
+    k, g = threads.compiled(), threads.compiled("gemm")
     tokens, parts = x.shape[0], threads.threads()
-    y = torch.empty(tokens, weight.out_features)
     every = -(-tokens // g.TILE_TOKENS) * g.TILE_TOKENS
     shared = scratch((g.COUNTER_BYTES + weight.scratch_bytes(every),), torch.uint8)
     shared[: g.COUNTER_BYTES] = 0
     own = scratch((parts * g.OWN_BYTES // 4 + 16,), torch.float32)
     job = np.zeros(k.FIRST + k.FIELDS, dtype=np.int64)
-    job[k.FIRST :] = weight.fields(bias32)
-    job[k.JOB], job[k.COUNT], job[k.TOKENS], job[k.INPUT] = g.JOB_GEMM, 1, tokens, x32.data_ptr()
+    job[k.FIRST :] = weight.fields(bias)
+    job[k.JOB], job[k.COUNT], job[k.TOKENS], job[k.INPUT] = g.JOB_GEMM, 1, tokens, x.data_ptr()
     job[k.SCRATCH], job[k.SCRATCH_BYTES], job[g.SHARED] = own.data_ptr(), g.OWN_BYTES, shared.data_ptr()
     job[k.FIRST + k.OUT], job[k.FIRST + k.OUT_STRIDE] = y.data_ptr(), 4 * weight.out_features
     threads.pool().run(job, parts)
-    return y.to(x.dtype)

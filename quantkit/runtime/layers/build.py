@@ -27,6 +27,7 @@ from quantkit.runtime.layers.sixteen_bit import hold_16_bit
 
 # Unpacking leaves holes in the heap: 350 MB for SmolLM2-135M if nothing is done. Trimmed after this many weights.
 TRIM_WEIGHTS = 1 << 24
+LOADERS = 4  # matrices that are unpacked at the same time, on a CPU
 
 
 def fill(
@@ -39,7 +40,7 @@ def fill(
     dequantize: bool = False,
     kernel: str | None = None,
 ) -> None:
-    """Give every parameter of a skeleton its stored value, one tensor in memory at a time.
+    """Give every parameter of a skeleton its stored value, a few tensors in memory at a time.
 
     Tied weights stay one tensor.
 
@@ -69,7 +70,7 @@ def fill(
         load_packed(module, source, reader, module_names, shared, device, dtype, kernel)
     separate = {f"{name}.weight" for name in module_names.values()}
     compact = device.type == "cpu" and not dequantize and kernel in (None, "numba") and dtype == torch.float32
-    held = hold_16_bit(module, weights, separate) if compact and threads.available() else set()
+    held = hold_16_bit(module, weights, separate, kernel) if compact and threads.available() else set()
     load_parameters(module, weights, [name for name in weights.names if name not in held], device, separate)
     _move_buffers(module, source, device)
     left = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
@@ -131,11 +132,11 @@ def load_packed(
 def _several(
     read: Callable[[str, str], PackedWeight], names: Iterable[tuple[str, str]], device: torch.device
 ) -> Iterator[PackedWeight]:
-    """Yield weights in order; on a CPU the next ones are read and packed beside, in as many threads as torch uses."""
+    """Yield weights in order; on a CPU the next ones are read and packed beside, a few at a time."""
     if device.type != "cpu":
         yield from (read(stored, name) for stored, name in names)
         return
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as pool:
         waiting = [pool.submit(read, stored, name) for stored, name in names]
         try:
             for index, future in enumerate(waiting):

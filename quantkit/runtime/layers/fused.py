@@ -20,6 +20,7 @@ from quantkit.runtime.kernels.reference import PackedWeight, WordsWeight
 from quantkit.runtime.kernels.triton.layout import ROWS, TritonWeight
 from quantkit.runtime.kernels.w8a8 import W8A8Weight
 from quantkit.runtime.layers.linear import KERNELS, QuantLinear, linear
+from quantkit.runtime.layers.weight_view import WeightView
 
 
 class _Waiting(threading.local):
@@ -70,11 +71,16 @@ class FusedWeight:
 class FusedLinear(QuantLinear):
     """Takes the place of one of several linears that share ``FusedWeight``."""
 
-    def __init__(self, fused: FusedWeight, index: int, kernel: str | None) -> None:
-        super().__init__(fused.weight, None, kernel)
+    def __init__(self, fused: FusedWeight, index: int, kernel: str | None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(fused.weight, None, kernel, dtype)
         self.fused, self.index = fused, index
         self.first = sum(fused.splits[:index])
         self.out_features = fused.splits[index]
+
+    @property
+    def weight(self) -> WeightView:
+        """The linear's rows of the weight, as a model's own code sees them."""
+        return WeightView(self.packed, self.dtype, range(self.first, self.first + self.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the linear's columns of the fused product."""
@@ -101,7 +107,11 @@ def fuse_linears(module: Any, device: torch.device) -> list[list[str]]:
         together = FusedWeight(weight, splits, _join_biases(linears))
         for index, name in enumerate(names):
             parent, _, local = name.rpartition(".")
-            setattr(module.get_submodule(parent), local, FusedLinear(together, index, linears[index].kernel))
+            setattr(
+                module.get_submodule(parent),
+                local,
+                FusedLinear(together, index, linears[index].kernel, linears[index].dtype),
+            )
         joined.append(names)
     return joined
 

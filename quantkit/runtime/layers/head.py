@@ -22,7 +22,7 @@ from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear, pack
 
 GROUPS = (64, 32)  # of a rounded head: small groups cost little where there is one such matrix
-ROWS = 512  # of a head that are rounded at a time
+ROWS, ROUNDERS = 512, 4  # of a head that are rounded at a time, and by how many threads
 LAYOUT_BITS = {"planar4": 4, "int4": 4, "planar8": 8, "int8": 8, "half": 16}
 NARROW = 6  # bits of weights, in the mean, beside which a head of 8 is not seen
 
@@ -97,7 +97,7 @@ def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dty
         return affine.quantize(part, scales, zeros, scheme), scales, zeros
 
     # in pieces: a float32 copy of all would be the largest tensor of loading
-    with ThreadPoolExecutor(torch.get_num_threads()) as workers:
+    with ThreadPoolExecutor(min(ROUNDERS, torch.get_num_threads())) as workers:
         parts = list(workers.map(rounded, weight.detach().split(ROWS)))
     codes, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
     _replace(module, head, pack(QuantTensor(codes, scales, zeros, scheme), device=device, kernel=kernel), dtype, kernel)

@@ -21,16 +21,19 @@ from quantkit.runtime.layers.linear import QuantLinear
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def hold_16_bit(module: Any, weights: Weights, separate: Collection[str]) -> set[str]:
+def hold_16_bit(module: Any, weights: Weights, separate: Collection[str], kernel: str | None) -> set[str]:
     """Give head and embedding their stored 16 bits; return the names of the parameters that have a value now.
 
     module: the skeleton; changed in place.
     weights: its stored tensors.
     separate: parameters that are not tied, whatever the config says.
+    kernel: a name from ``KERNELS``, None for the measured choice.
     """
     embedding, head = module.get_input_embeddings(), output_embeddings(module)
     held: dict[str, HalfWeight] = {}
-    if isinstance(embedding, nn.Embedding) and embedding.max_norm is None:
+    # a kind of embedding of its own may look at the ids themselves, and keeps its weight unless the head shares it
+    shared = embedding is not None and f"{name_of(module, embedding)}.weight" in weights.tied.values()
+    if (type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and shared)) and not embedding.max_norm:
         _hold(f"{name_of(module, embedding)}.weight", weights, held, "")
     if type(head) is nn.Linear:
         name = f"{name_of(module, head)}.weight"
@@ -43,7 +46,7 @@ def hold_16_bit(module: Any, weights: Weights, separate: Collection[str]) -> set
         made = (
             QuantEmbedding(packed, layer, weights.dtype)
             if isinstance(layer, nn.Embedding)
-            else QuantLinear(packed, layer.bias, None, weights.dtype)
+            else QuantLinear(packed, layer.bias, kernel, weights.dtype)
         )
         setattr(owner, local, made)
     return set(held)

@@ -234,5 +234,6 @@ def test_the_default_dtype_of_a_cpu_is_that_of_its_fastest_path(
     monkeypatch.setattr("quantkit.runtime.kernels.numba.threads.available", lambda: numba)
     monkeypatch.setattr("quantkit.runtime.load.cpu_has_bfloat16", lambda: multiplies_bf16)
     expected = torch.bfloat16 if multiplies_bf16 and not numba else torch.float32
-    assert choose_dtype("auto", torch.device("cpu")) == expected
+    assert choose_dtype("auto", torch.device("cpu"), compiled=True) == expected
+    assert choose_dtype("auto", torch.device("cpu")) == (torch.bfloat16 if multiplies_bf16 else torch.float32)
     assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16

@@ -12,6 +12,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels.reference import PackedWeight
 from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear, pack
+from quantkit.runtime.layers.weight_view import WeightView
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,13 @@ def test_it_looks_like_the_weight_that_it_stands_for(packed: PackedWeight, dtype
         assert torch.equal(weight[-1], expected[-1])
         assert torch.equal(weight[2:4], expected[2:4])
         assert torch.equal(weight.T, expected.T)
-        assert torch.equal(torch.stack([expected, weight.clone()])[1], expected)
+        assert torch.equal(torch.stack([expected, weight])[1], expected)  # type: ignore[list-item]
+        assert [torch.equal(row, other) for row, other in zip(weight, expected, strict=True)] == [True] * 48
+        with pytest.raises(IndexError):
+            _ = weight[48]
+        part = WeightView(packed, dtype, range(16, 32))
+        assert torch.equal(part[1], expected[17])
+        assert torch.equal(part[:], expected[16:32])
 
 
 def test_products_with_it_are_those_of_the_dequantized_weight(packed: PackedWeight) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -117,6 +118,35 @@ def test_an_interrupt_leaves_no_worker_at_the_job_and_the_next_one_runs(name: st
         own.close()
     assert len(workers) == 2
     assert not any(thread.is_alive() for thread in workers)
+
+
+@pytest.mark.skipif(not threads.available(), reason="numba is not installed (extra [cpu])")
+def test_ctrl_c_between_posting_a_job_and_finishing_it_waits_for_the_job() -> None:
+    """The workers wait for the caller's share at a barrier: without it they would do so for ever."""
+    own = threads.WorkerPool()
+    kernels, done = own.kernels, []
+
+    class Signalled:
+        def post(self, *given: Any) -> Any:
+            found = kernels.post(*given)
+            signal.raise_signal(signal.SIGINT)
+            return found
+
+        def finish(self, *given: Any) -> None:
+            kernels.finish(*given)
+            done.append(True)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kernels, name)
+
+    try:
+        own.kernels = Signalled()
+        with pytest.raises(KeyboardInterrupt):
+            own.run(np.zeros(64, dtype=np.int64), 3)
+        assert done == [True]
+    finally:
+        own.kernels = kernels
+        own.close()
 
 
 @pytest.mark.skipif(not threads.available(), reason="numba is not installed (extra [cpu])")

@@ -3,7 +3,8 @@
 Threads round the tokens to int16, each its share, and then take tiles of PANEL_ROWS rows from a common counter, so that
 a thread whose core is busy with something else takes fewer. Of a tile, each block of columns is unpacked once per
 CHUNK tokens into a panel in the first cache (``gemm_ir.py``) and multiplied by all of them; a token's sums stay in the
-first cache, too. So no float copy of the weight exists, not even of a slice, and the scratch memory is a panel.
+first cache, too. So no float copy of the weight exists, not even of a slice: the scratch memory is a panel a thread,
+and the tokens' integers.
 
 A result does not depend on threads, nor on the other tokens.
 

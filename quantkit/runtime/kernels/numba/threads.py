@@ -30,7 +30,8 @@ from quantkit.errors import QuantkitWarning, RequestError
 MOST = 64  # threads
 PATIENCE = 20_000  # empty looks before a worker sleeps: about a millisecond
 _pool: WorkerPool | None = None
-_held = 0  # torch's threads while it has but one (``without_openmp``)
+_held, _readers = 0, 0  # torch's threads while it has but one, and for how many prompts (``without_openmp``)
+FEW_CORES = 4  # up to which our threads and OpenMP's get into each other's way
 _guard = threading.Lock()
 
 
@@ -118,9 +119,13 @@ class WorkerPool:
         self._closing = False
 
     def run(self, job: np.ndarray[Any, np.dtype[np.int64]], parts: int) -> None:
-        """Do a job (int64 fields) in ``parts`` threads, the caller's included."""
+        """Do a job (int64 fields) in ``parts`` threads, the caller's included.
+
+        Ctrl-C waits until it is done, for milliseconds: between posting and finishing the workers would wait for the
+        caller's share at a barrier, for ever.
+        """
         parts = min(parts, MOST)
-        with self._lock:
+        with self._lock, undisturbed():
             while len(self._wake) < parts:
                 self._start(len(self._wake))
             try:
@@ -130,9 +135,8 @@ class WorkerPool:
                         if asleep >> part & 1:
                             self._wake[part].release()
                 self.kernels.finish(self.control, parts)
-            except BaseException:  # Ctrl-C: the workers hold addresses that the caller is about to free
-                with undisturbed():
-                    self._wait_until_idle()
+            except BaseException:  # the workers hold addresses that the caller is about to free
+                self._wait_until_idle()
                 raise
 
     def _wait_until_idle(self) -> None:
@@ -191,16 +195,24 @@ def without_openmp() -> Iterator[None]:
     """Let torch's own operations run in one thread inside, where OpenMP's threads would spin on our threads' cores.
 
     They sleep if OMP_WAIT_POLICY said so when torch was imported, which ``import quantkit`` sees to if it comes first.
+    With many cores there is room for both. torch's number of threads is the process's: of prompts that are read at the
+    same time, the last one sets it back.
     """
-    global _held
-    before = torch.get_num_threads()
-    if _held or before == 1 or os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE":
+    global _held, _readers
+    passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+    if passive or not 1 < (_held or torch.get_num_threads()) <= FEW_CORES:
         yield
         return
-    _held = before
-    torch.set_num_threads(1)
     try:
+        with _guard:
+            _readers += 1
+            if _readers == 1:
+                _held = torch.get_num_threads()
+                torch.set_num_threads(1)
         yield
     finally:
-        torch.set_num_threads(before)
-        _held = 0
+        with _guard:
+            _readers -= 1
+            if _readers == 0 and _held:
+                torch.set_num_threads(_held)
+                _held = 0
