@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
-NUMBA = ("attention", "gemv", "gptq", "ir", "page_ir", "step", "step_fields", "worker_loop")  # all but threads.py
-collect_ignore_glob = (
-    [] if importlib.util.find_spec("numba") else [f"quantkit/runtime/kernels/numba/{name}.py" for name in NUMBA]
-)
+FOLDER = Path(__file__).parent / "quantkit/runtime/kernels/numba"
+NEED_NUMBA = sorted(file for file in FOLDER.glob("*.py") if file.name not in ("__init__.py", "threads.py"))
+collect_ignore = [] if importlib.util.find_spec("numba") else [str(file) for file in NEED_NUMBA]

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from quantkit.core import interrupt
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """A test that runs the program in this process leaves its signal handlers; the next test shall not meet them.
+
+    An interrupt that nobody cleared would be raised by the next test that asks: the test that left it fails instead.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    hook = sys.unraisablehook
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    sys.unraisablehook = hook
+    left = interrupt.was_interrupted()
+    interrupt._came.clear()
+    assert not left, "an interrupt was left behind"
 
 
 @pytest.fixture(scope="session")
