@@ -24,6 +24,7 @@ from quantkit.checkpoint.safetensors_header import read_header
 from quantkit.checkpoint.storage.links import refuse_link_out, refuse_links_out
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.kvscheme import LARGEST_SCALE, SMALLEST_SCALE
+from quantkit.core.mapped import View, map_bytes, owned
 from quantkit.errors import NumericsError, SourceError
 
 FINITE_PIECE = 1 << 18
@@ -66,6 +67,12 @@ class Source(Protocol):
 
     def read(self, name: str) -> Tensor:
         """One tensor in memory of its own. Raises SourceError if it is missing or damaged."""
+
+    def view(self, name: str) -> View:
+        """One tensor as it lies in the file, where that can be had: what is never looked at takes no memory.
+
+        Valid while nobody writes to the file. Elsewhere, and errors: as ``read``.
+        """
 
     def read_entry(self, name: str, index: int) -> Tensor:
         """One entry of a tensor's first dimension (one expert of a fused tensor), without reading the others."""
@@ -147,6 +154,17 @@ class FolderSource:
     def read(self, name: str) -> Tensor:
         return self._read(name, None)
 
+    def view(self, name: str) -> View:
+        info, begin, file = self.info(name), self._begins[name], self.path / self._files[name]
+        if begin % info.dtype.itemsize or not info.nbytes:  # numbers that lie across their borders are copied
+            return owned(self.read(name))
+        raise_if_interrupted()
+        try:
+            raw, forget = map_bytes(file, begin, info.nbytes)
+        except OSError as error:
+            raise SourceError(f"{file}: cannot read {name!r} ({error}). Download it again.") from error
+        return View(raw.view(info.dtype).reshape(info.shape), forget)
+
     def read_entry(self, name: str, index: int) -> Tensor:
         return self._read(name, index)
 
@@ -159,8 +177,7 @@ class FolderSource:
             begin += index * size
         if len(shape) > 1 and not size:
             raise SourceError(f"{file}: {name!r} is empty, of shape {list(shape)}. Download it again.")
-        # Read, not mapped: a mapping that stays open keeps every touched page in this process's memory, and to open one
-        # per tensor parses the whole header each time.
+        # Read, not mapped: what stays mapped keeps every touched page in this process's memory.
         try:
             raw = np.fromfile(file, dtype=np.uint8, count=size, offset=begin)
         except OSError as error:

@@ -168,8 +168,10 @@ def quantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Schem
     """
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     for rows in _pieces(weight):
-        step, offset = _expanded(rows, scales, zeros, weight.shape[1], scheme)
-        codes[rows] = (weight[rows].float() / step).add_(offset).round_().clamp_(0, scheme.levels - 1)
+        part = weight[rows].float()
+        step, offset = _beside(part, rows, scales, zeros, scheme)
+        rounded = (_by_group(part, step) / step).add_(offset).round_().clamp_(0, scheme.levels - 1)
+        _by_group(codes[rows], step).copy_(rounded)
     return codes
 
 
@@ -177,8 +179,9 @@ def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Sche
     """Compute ``(code - zero) * scale`` in float32, ``[out, in]``."""
     weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for rows in _pieces(codes):
-        step, offset = _expanded(rows, scales, zeros, codes.shape[1], scheme)
-        torch.mul(codes[rows].float() - offset, step, out=weight[rows])
+        step, offset = _beside(codes, rows, scales, zeros, scheme)
+        into = _by_group(weight[rows], step)
+        torch.sub(_by_group(codes[rows], step), offset, out=into).mul_(step)
     return weight
 
 
@@ -189,11 +192,21 @@ def _pieces(matrix: Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, matrix.shape[0], size)]
 
 
-def _expanded(
-    rows: slice, scales: Tensor, zeros: Tensor | None, in_features: int, scheme: Scheme
+def _beside(
+    matrix: Tensor, rows: slice, scales: Tensor, zeros: Tensor | None, scheme: Scheme
 ) -> tuple[Tensor, Tensor | float]:
-    """Return scale and zero of every weight of some rows, float32; one number where all zeros are the midpoint."""
-    step = expand_groups(scales[rows].float(), in_features, scheme)
-    if zeros is None:
-        return step, float(scheme.midpoint)
-    return step, expand_groups(zeros[rows].float(), in_features, scheme)
+    """Return scale and zero, float32, to meet ``_by_group`` of some rows; one number where all zeros are the midpoint.
+
+    ``[rows, groups, 1]`` where groups divide the rows: nothing is repeated in memory. Else ``[rows, in]``.
+    """
+
+    def shaped(values: Tensor) -> Tensor:
+        even = matrix.shape[1] == scales.shape[1] * scheme.width(matrix.shape[1])
+        return values.float()[..., None] if even else expand_groups(values.float(), matrix.shape[1], scheme)
+
+    return shaped(scales[rows]), float(scheme.midpoint) if zeros is None else shaped(zeros[rows])
+
+
+def _by_group(rows: Tensor, step: Tensor) -> Tensor:
+    """View rows as ``step`` (of ``_beside``) wants them."""
+    return rows.unflatten(1, (step.shape[1], -1)) if step.dim() == 3 else rows

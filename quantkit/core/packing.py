@@ -12,11 +12,45 @@ Rows need not divide: the last word is filled with zeros.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 16  # codes that are packed or unpacked at one time: what is in between fits the second cache
 CHUNK_GPU = 1 << 22  # there launches cost, not caches
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """Codes as ``pack_rows`` leaves them, for readers that take words as they lie in a file.
+
+    words: int32 ``[rows, packed_width(cols, bits)]``.
+    bits: of a code.
+    cols: codes of a row.
+
+    Raises ValueError for words of another shape or dtype.
+    """
+
+    words: Tensor
+    bits: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        _check_words(self.words, self.bits, self.cols)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(rows, cols)``"""
+        return self.words.shape[0], self.cols
+
+    def unpack(self) -> Tensor:
+        """Return the codes, uint8 ``[rows, cols]``."""
+        return unpack_rows(self.words, self.bits, self.cols)
+
+    def to(self, device: torch.device | str) -> PackedCodes:
+        """The same words on a device."""
+        return PackedCodes(self.words.to(device), self.bits, self.cols)
 
 
 def packed_width(cols: int, bits: int) -> int:
@@ -54,12 +88,8 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
 
 def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
     """Undo ``pack_rows``: int32 [rows, packed_width] -> uint8 [rows, cols]. Raises ValueError for a wrong width."""
+    _check_words(words, bits, cols)
     rows = words.shape[0]
-    if words.dtype != torch.int32 or words.shape[1] != packed_width(cols, bits):
-        raise ValueError(
-            f"{cols} codes of {bits} bits need int32 [rows, {packed_width(cols, bits)}], got {words.dtype}"
-            f" {list(words.shape)}"
-        )
     step = max(1, (CHUNK if words.device.type == "cpu" else CHUNK_GPU) // max(cols, 1))
     if rows > step:
         return torch.cat([unpack_rows(part, bits, cols) for part in words.split(step)])
@@ -86,6 +116,14 @@ def unpack_rows(words: Tensor, bits: int, cols: int) -> Tensor:
             field = field | (stream[:, :, word + 1] << (32 - shift))
         out[:, :, i] = (field & mask).to(torch.uint8)
     return out.flatten(1)[:, :cols].contiguous()
+
+
+def _check_words(words: Tensor, bits: int, cols: int) -> None:
+    if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] != packed_width(cols, bits):
+        raise ValueError(
+            f"{cols} codes of {bits} bits need int32 [rows, {packed_width(cols, bits)}], got {words.dtype}"
+            f" {list(words.shape)}"
+        )
 
 
 def _nibbles(pairs: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core import affine
+from quantkit.core.packing import PackedCodes
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 
@@ -21,26 +22,30 @@ from quantkit.errors import CheckpointError
 class QuantTensor:
     """A uniform integer weight; the currency between algorithms, formats and kernels.
 
-    codes:  uint8 ``[out, in]``, values in ``0 .. 2**bits - 1``
+    stored: the codes, values in ``0 .. 2**bits - 1``: uint8 ``[out, in]``, or packed as a file holds them
     scales: ``[out, groups]``, float16 or bfloat16, finite and positive
     zeros:  int16 ``[out, groups]``, values in ``0 .. 2**bits``; None when symmetric (zero = ``2**(bits-1)``)
 
     Raises CheckpointError when shapes or dtypes do not fit together.
     """
 
-    codes: Tensor
+    stored: Tensor | PackedCodes
     scales: Tensor
     zeros: Tensor | None
     scheme: Scheme
 
     def __post_init__(self) -> None:
-        if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
-            raise CheckpointError(f"codes must be uint8 [out, in], not {self.codes.dtype} {list(self.codes.shape)}")
-        expected = (self.codes.shape[0], self.scheme.groups(self.codes.shape[1]))
+        held = self.stored
+        if isinstance(held, PackedCodes):
+            if held.bits != self.scheme.bits:
+                raise CheckpointError(f"codes are packed in {held.bits} bits, not those of {self.scheme.describe()}")
+        elif held.dim() != 2 or held.dtype != torch.uint8:
+            raise CheckpointError(f"codes must be uint8 [out, in], not {held.dtype} {list(held.shape)}")
+        expected = (self.shape[0], self.scheme.groups(self.shape[1]))
         if tuple(self.scales.shape) != expected or self.scales.dtype not in (torch.float16, torch.bfloat16):
             raise CheckpointError(
                 f"scales are {self.scales.dtype} {list(self.scales.shape)}; {self.scheme.describe()} over "
-                f"{list(self.codes.shape)} needs float16 or bfloat16 {list(expected)}"
+                f"{list(self.shape)} needs float16 or bfloat16 {list(expected)}"
             )
         if not bool((torch.isfinite(self.scales) & (self.scales > 0)).all()):
             raise CheckpointError("a scale is not finite and positive: the file is damaged")
@@ -62,20 +67,25 @@ class QuantTensor:
             )
 
     @property
+    def codes(self) -> Tensor:
+        """The codes, uint8 ``[out, in]``; unpacked anew each time where they are held packed."""
+        return self.stored.unpack() if isinstance(self.stored, PackedCodes) else self.stored
+
+    @property
     def shape(self) -> tuple[int, int]:
         """``(out_features, in_features)``"""
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.stored.shape[0], self.stored.shape[1]
 
     @property
     def bits_stored(self) -> int:
         """Bits that codes, scales and zeros take (zeros counted at ``bits`` each, as formats pack them)."""
         zeros = 0 if self.zeros is None else self.zeros.numel() * self.scheme.bits
-        return self.codes.numel() * self.scheme.bits + self.scales.numel() * 16 + zeros
+        return self.shape[0] * self.shape[1] * self.scheme.bits + self.scales.numel() * 16 + zeros
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same numbers on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
-        return QuantTensor(self.codes.to(device), self.scales.to(device), zeros, self.scheme)
+        return QuantTensor(self.stored.to(device), self.scales.to(device), zeros, self.scheme)
 
     def dequantize(self) -> Tensor:
         """``(code - zero) * scale`` in float32 ``[out, in]``: the one definition; kernels are tested against it."""

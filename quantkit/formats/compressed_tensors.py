@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.packing import pack_rows, packed_width, unpack_rows
+from quantkit.core.packing import PackedCodes, pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
@@ -117,7 +117,7 @@ class CompressedTensors:
             zeros = (
                 unpack_rows(parts[ZERO].t().contiguous(), scheme.bits, out_features).t().contiguous().to(torch.int16)
             )
-        return QuantTensor(unpack_rows(packed, scheme.bits, in_features), parts["weight_scale"], zeros, scheme)
+        return QuantTensor(PackedCodes(packed, scheme.bits, in_features), parts["weight_scale"], zeros, scheme)
 
     @staticmethod
     def config(layout: CheckpointLayout, version: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.packing import pack_rows, packed_width, unpack_rows
+from quantkit.core.packing import PackedCodes, pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
@@ -223,11 +223,11 @@ def _decode(parts: Mapping[str, Tensor], scheme: Scheme, *, v1: bool) -> QuantTe
         )
     reason = f"{scheme.describe()} over {[out_features, in_features]}"
     require_shape("qzeros", parts["qzeros"], (groups, packed_width(out_features, scheme.bits)), reason)
-    codes = unpack_rows(qweight.t().contiguous(), scheme.bits, in_features)
+    codes = PackedCodes(qweight.t().contiguous(), scheme.bits, in_features)
     zeros = _zeros(unpack_rows(parts["qzeros"], scheme.bits, out_features), scheme, v1).t().contiguous().to(torch.int16)
     index = parts.get(INDEX)
     if index is not None and not torch.equal(index, _trivial_index(in_features, scheme.width(in_features))):
-        return _act_order(codes, scales, zeros, index, scheme)
+        return _act_order(codes.unpack(), scales, zeros, index, scheme)
     if not scheme.symmetric:
         return QuantTensor(codes, scales.t().contiguous(), zeros, scheme)
     if not bool((zeros == scheme.midpoint).all()):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.packing import pack_rows, packed_width, unpack_rows
+from quantkit.core.packing import PackedCodes, pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
@@ -84,7 +84,7 @@ class Native:
             reason = f"{scheme.describe()} over {[out_features, in_features]}"
             require_shape("qzeros", parts["qzeros"], wanted, reason)
             zeros = unpack_rows(parts["qzeros"], _zero_bits(scheme), scheme.groups(in_features)).to(torch.int16)
-        return QuantTensor(unpack_rows(parts["qweight"], scheme.bits, in_features), parts["scales"], zeros, scheme)
+        return QuantTensor(PackedCodes(parts["qweight"], scheme.bits, in_features), parts["scales"], zeros, scheme)
 
     @staticmethod
     def config(layout: CheckpointLayout, version: str) -> dict[str, Any]:

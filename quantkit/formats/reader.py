@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from quantkit.core.mapped import View
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError
@@ -28,6 +29,7 @@ class Readable(Protocol):
     def names(self) -> list[str]: ...
     def info(self, name: str) -> TensorHeader: ...
     def read(self, name: str) -> Tensor: ...
+    def view(self, name: str) -> View: ...
     def quantization(self) -> dict[str, Any] | None: ...
 
 
@@ -101,11 +103,18 @@ class QuantizedReader:
                 sizes = out_features, in_features
         return sizes
 
-    def module(self, name: str) -> QuantTensor | BlockTensor:
-        """Decode one quantized module. Raises CheckpointError, naming the module, if its tensors do not fit."""
+    def module(self, name: str, *, view: bool = False) -> QuantTensor | BlockTensor:
+        """Decode one quantized module.
+
+        name: of the module. view: its tensors may be those of the mapped file.
+
+        Raises CheckpointError, naming the module, if its tensors do not fit.
+        """
         if self._format is None or self.config is None:
             raise CheckpointError(f"{self.source.path}: not a quantized checkpoint")
-        parts = {part: self.source.read(f"{name}.{part}") for part in self.modules[name]}
+        source = self.source
+        stored = {part: f"{name}.{part}" for part in self.modules[name]}
+        parts = {part: source.view(full).value if view else source.read(full) for part, full in stored.items()}
         with _damaged(f"{self.source.path}: {name}"):
             check_layouts(parts)
             check_values(parts)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.source import Source, TensorInfo
+from quantkit.core.mapped import View, owned
 from quantkit.errors import NumericsError, UnsupportedModel
 from quantkit.model.attention_shape import head_dim
 from quantkit.model.skeleton import build_skeleton
@@ -162,6 +163,9 @@ class RotatedSource:
 
     def read(self, name: str) -> Tensor:
         return self.exact(name, self.info(name).dtype)
+
+    def view(self, name: str) -> View:
+        return owned(self.read(name))
 
     def read_entry(self, name: str, index: int) -> Tensor:
         return self.read(name)[index]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.names import TensorRef, match_names
 from quantkit.checkpoint.source import Source, finite
+from quantkit.core.mapped import View, owned
 from quantkit.errors import SourceError, UnsupportedModel
 from quantkit.model.language import output_embeddings, towers
 from quantkit.model.linears.transposed import TransposedLinear
@@ -197,6 +198,19 @@ class Weights:
             value = experts.layout.pick(self._entry(stored, experts, local), local)
         value = value.to(device)  # as stored: half the bytes travel
         return finite(value, self.source.path, stored.name)
+
+    def view(self, name: str) -> View:
+        """Return one parameter in its stored dtype, as it lies in the file where that can be had.
+
+        Raises NumericsError, naming it, if it holds NaN or inf.
+        """
+        stored = self.sources[name]
+        if name in self.converted or stored.joined or stored.index is not None or self.transposed(name):
+            return owned(self.raw(name))
+        view = self.source.view(stored.name)
+        finite(view.value, self.source.path, stored.name)
+        view.forget()
+        return view
 
     def _entry(self, stored: TensorRef, experts: Experts, local: str) -> Tensor:
         """Read one expert's entry of a fused tensor."""

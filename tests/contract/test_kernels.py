@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from quantkit.core import affine
+from quantkit.core.packing import PackedCodes, pack_rows
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
@@ -242,6 +244,17 @@ def test_numba_gives_the_same_bits_with_any_number_of_threads_and_tokens(
         torch.set_num_threads(before)
     assert all(torch.equal(y, found[0]) for y in found)
     assert torch.equal(torch.cat([kernel(row[None], packed, None) for row in x]), found[0])
+
+
+@needs_numba
+@pytest.mark.parametrize("columns", [320, 300])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_words_of_a_file_give_the_planar_layout_that_their_codes_give(bits: int, columns: int) -> None:
+    q = quantized(Scheme(bits, None, False), (37, columns))
+    words = PackedCodes(pack_rows(q.codes, bits), bits, columns)
+    from_words, from_codes = PlanarWeight(replace(q, stored=words)), PlanarWeight(q)
+    assert torch.equal(from_words.codes, from_codes.codes)
+    assert torch.equal(from_words.dequantize(), q.dequantize())
 
 
 @needs_numba

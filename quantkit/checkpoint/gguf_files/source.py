@@ -22,6 +22,7 @@ from quantkit.checkpoint.gguf_files.config import rebuild_config
 from quantkit.checkpoint.gguf_files.header import Header, StoredTensor, gguf_library, read_header
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.core.mapped import View, owned
 from quantkit.errors import SourceError, UnsupportedModel
 
 # Values dequantized at once: bounds the float32 scratch memory to tens of megabytes for any tensor.
@@ -57,6 +58,9 @@ class GGUFSource:
     def info(self, name: str) -> TensorInfo:
         stored = self._entry(name)
         return TensorInfo(torch.bfloat16 if stored.kind == "BF16" else torch.float16, stored.shape)
+
+    def view(self, name: str) -> View:
+        return owned(self.read(name))  # most are unpacked, or turned
 
     def read_entry(self, name: str, index: int) -> Tensor:
         return self.read(name)[index]

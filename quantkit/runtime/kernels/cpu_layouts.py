@@ -10,12 +10,14 @@ shuffle either.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.core.packing import PackedCodes
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels.numba import threads
@@ -63,15 +65,7 @@ class PlanarWeight(PackedWeight):
         self.narrow = q.scheme.bits <= 4
         self.layout = "planar4" if self.narrow else "planar8"
         padded = -(-self.in_features // 32) * 32
-        codes = q.codes.to(torch.uint8).contiguous()
-        if padded > self.in_features:
-            codes = torch.nn.functional.pad(codes, (0, padded - self.in_features))
-        if self.narrow:
-            packed = torch.empty(self.out_features, padded // 2, dtype=torch.uint8)
-            threads.compiled("planar").pack_nibbles(codes.numpy(), packed.numpy())
-        else:
-            packed = codes ^ 128  # code - 128 as a signed byte
-        self.register_buffer("codes", packed)
+        self.register_buffer("codes", _planar_codes(q, padded))
         self._blocks, self._parts = padded // size, size // 32
         group = torch.arange(self._blocks) * size // q.scheme.width(self.in_features)
         group.clamp_(max=q.scales.shape[1] - 1)  # padding may begin a group of its own
@@ -127,18 +121,43 @@ class PlanarWeight(PackedWeight):
         return ((whole[:, : self.in_features] - zero) * self.scale[index].float()[:, block]).to(dtype)
 
 
+def _planar_codes(q: QuantTensor, padded: int) -> Tensor:
+    """Codes in the order of ``PlanarWeight``; from a file's words without a byte per code between."""
+    k = threads.compiled("planar")
+    narrow = q.scheme.bits <= 4
+    packed = torch.empty(q.shape[0], padded // 2 if narrow else padded, dtype=torch.uint8)
+    if isinstance(q.stored, PackedCodes) and q.shape[1] == padded:
+        words = q.stored.words.contiguous().view(torch.uint8).numpy()
+        if q.scheme.bits == 4:
+            k.pack_pairs(words, packed.numpy())
+        elif q.scheme.bits == 8:
+            np.bitwise_xor(words, 128, out=packed.numpy())
+        else:
+            (k.pack_stream if narrow else k.pack_stream_bytes)(words, q.scheme.bits, packed.numpy())
+        return packed
+    codes = q.codes.contiguous()
+    if padded > q.shape[1]:
+        codes = torch.nn.functional.pad(codes, (0, padded - q.shape[1]))
+    if narrow:
+        k.pack_nibbles(codes.numpy(), packed.numpy())
+        return packed
+    return torch.bitwise_xor(codes, 128, out=packed)  # code - 128 as a signed byte
+
+
 class HalfWeight(PackedWeight):
     """A dense matrix in the 16 bits it was stored in, where the run-time dtype is float32.
 
-    Half the bytes, the same numbers. weight: bf16 or fp16 ``[out, in]``.
+    Half the bytes, the same numbers. weight: bf16 or fp16 ``[out, in]``, which may lie in a mapped file; forget then
+    gives pages of it that were read back to the system.
     """
 
     layout = "half"
     weight: Tensor
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, forget: Callable[[], None] = lambda: None) -> None:
         super().__init__(*weight.shape)
         self.register_buffer("weight", weight.contiguous())
+        self.forget = forget
 
     @staticmethod
     def dtype_of(weight: Tensor) -> torch.dtype | None:

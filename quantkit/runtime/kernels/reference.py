@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.core import affine
-from quantkit.core.packing import pack_rows, unpack_rows
+from quantkit.core.packing import PackedCodes, pack_rows, unpack_rows
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 
 # Weights are dequantized in slices of at most this many elements into one buffer that is used again, so that a layer
@@ -114,7 +114,7 @@ class WordsWeight(PackedWeight):
     def __init__(self, q: QuantTensor) -> None:
         super().__init__(*q.shape)
         self.scheme = q.scheme
-        self.register_buffer("words", pack_rows(q.codes, q.scheme.bits))
+        self.register_buffer("words", _words(q))
         self.register_buffer("scales", q.scales)
         small = torch.int16 if q.scheme.bits == 8 else torch.uint8
         self.register_buffer("zeros", None if q.zeros is None else q.zeros.to(small))
@@ -128,6 +128,11 @@ class WordsWeight(PackedWeight):
         codes = unpack_rows(self.words[index], self.scheme.bits, self.in_features)
         zeros = None if self.zeros is None else self.zeros[index]
         return affine.dequantize(codes, self.scales[index], zeros, self.scheme).to(dtype)
+
+
+def _words(q: QuantTensor) -> Tensor:
+    """The codes in words: those of the file, where it holds such."""
+    return q.stored.words if isinstance(q.stored, PackedCodes) else pack_rows(q.stored, q.scheme.bits)
 
 
 class BlockWeight(PackedWeight):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quantkit.checkpoint.source import Source, TensorInfo
 from quantkit.core.activations import round_input
 from quantkit.core.host import release_free_memory
+from quantkit.core.mapped import View, owned
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, SourceError, UnsupportedModel
@@ -110,7 +111,7 @@ def load_packed(
     """
 
     def read(stored: str, name: str) -> PackedWeight:
-        value = read_module(source, reader, stored, _shape(module.get_submodule(name)))
+        value = read_module(source, reader, stored, _shape(module.get_submodule(name)), view=True)
         return pack(value, device=device, kernel=kernel)
 
     unpacked = 0
@@ -136,7 +137,7 @@ def _several(
     if device.type != "cpu":
         yield from (read(stored, name) for stored, name in names)
         return
-    with ThreadPoolExecutor(min(LOADERS, torch.get_num_threads())) as pool:
+    with threads.one_thread_each(), ThreadPoolExecutor(min(LOADERS, threads.threads())) as pool:
         waiting = [pool.submit(read, stored, name) for stored, name in names]
         try:
             for index, future in enumerate(waiting):
@@ -147,7 +148,7 @@ def _several(
 
 
 def read_module(
-    source: Source, reader: QuantizedReader, name: str, shape: tuple[int, int]
+    source: Source, reader: QuantizedReader, name: str, shape: tuple[int, int], *, view: bool = False
 ) -> QuantTensor | BlockTensor:
     """Read one quantized weight.
 
@@ -155,10 +156,11 @@ def read_module(
     reader: of its quantized modules.
     name: the module's name in the file.
     shape: (out_features, in_features) in the model.
+    view: look at the file where it lies, for a reader that copies what it keeps.
 
     Raises CheckpointError if its shape is not the model's.
     """
-    value = reader.module(name)
+    value = reader.module(name, view=view)
     if tuple(value.shape) != shape:
         raise CheckpointError(
             f"{source.path}: {name} holds a weight of {list(value.shape)}; config.json implies {list(shape)}. "
@@ -310,6 +312,9 @@ class _Plain:
     def _transposed(self, name: str) -> bool:
         """Tell whether the original would store this matrix as its transpose."""
         return isinstance(self._dense[name], TransposedLinear)
+
+    def view(self, name: str) -> View:
+        return owned(self.read(name)) if name in self._dense else self.source.view(name)
 
     def read_entry(self, name: str, index: int) -> Tensor:
         return self.source.read_entry(name, index)

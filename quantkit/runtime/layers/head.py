@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +23,7 @@ from quantkit.runtime.layers.embedding import QuantEmbedding
 from quantkit.runtime.layers.linear import QuantLinear, pack
 
 GROUPS = (64, 32)  # of a rounded head: small groups cost little where there is one such matrix
-ROWS, ROUNDERS = 512, 4  # of a head that are rounded at a time, and by how many threads
+ROWS, ROUNDERS = 256, 4  # of a head that are rounded at a time, and by how many threads
 LAYOUT_BITS = {"planar4": 4, "int4": 4, "planar8": 8, "int8": 8, "half": 16}
 NARROW = 6  # bits of weights, in the mean, beside which a head of 8 is not seen
 
@@ -88,19 +89,33 @@ def round_head(module: Any, bits: int, *, device: torch.device, dtype: torch.dty
         what = "is quantized in the checkpoint already" if isinstance(head, QuantLinear) else "is no linear layer"
         raise RequestError(f"head_bits={bits}: the head of this model {what}. Leave the option out.")
     group = next((size for size in GROUPS if weight.shape[1] % size == 0), None)
-    scheme = Scheme(bits, group, False)
+    forget = head.packed.forget if isinstance(head, QuantLinear) and isinstance(head.packed, HalfWeight) else None
+    rounded = _rounded(weight.detach(), Scheme(bits, group, False), forget)
+    _replace(module, head, pack(rounded, device=device, kernel=kernel), dtype, kernel)
 
-    def rounded(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        part = rows.float().cpu()
-        scales, zeros = affine.minmax_params(part, scheme)
-        assert zeros is not None
-        return affine.quantize(part, scales, zeros, scheme), scales, zeros
 
-    # in pieces: a float32 copy of all would be the largest tensor of loading
-    with ThreadPoolExecutor(min(ROUNDERS, torch.get_num_threads())) as workers:
-        parts = list(workers.map(rounded, weight.detach().split(ROWS)))
-    codes, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
-    _replace(module, head, pack(QuantTensor(codes, scales, zeros, scheme), device=device, kernel=kernel), dtype, kernel)
+def _rounded(weight: Tensor, scheme: Scheme, forget: Callable[[], None] | None) -> QuantTensor:
+    """Round a matrix by the extremes of its groups, in pieces: a float32 copy would be the largest tensor of loading.
+
+    ``forget`` gives pages of it that were read back to the system, where it lies in a mapped file.
+    """
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    groups = weight.shape[0], scheme.groups(weight.shape[1])
+    scales, zeros = torch.empty(groups, dtype=scheme.torch_scale_dtype), torch.empty(groups, dtype=torch.int16)
+
+    def piece(first: int) -> None:
+        rows = slice(first, first + ROWS)
+        part = weight[rows].float().cpu()
+        if forget is not None:
+            forget()
+        scales[rows], asymmetric = affine.minmax_params(part, scheme)
+        assert asymmetric is not None
+        zeros[rows] = asymmetric
+        codes[rows] = affine.quantize(part, scales[rows], zeros[rows], scheme)
+
+    with threads.one_thread_each(), ThreadPoolExecutor(min(ROUNDERS, threads.threads())) as workers:
+        list(workers.map(piece, range(0, weight.shape[0], ROWS)))
+    return QuantTensor(codes, scales, zeros, scheme)
 
 
 def dense_weight(head: Any) -> Tensor | None:

@@ -59,9 +59,9 @@ def _hold(name: str, weights: Weights, held: dict[str, HalfWeight], twin: str) -
     if twin:
         held[name] = held[twin]
         return
-    value = weights.raw(name)
-    if value.dim() == 2 and value.dtype in HALVES:
-        held[name] = HalfWeight(value)
+    view = weights.view(name)
+    if view.value.dim() == 2 and view.value.dtype in HALVES:
+        held[name] = HalfWeight(view.value, view.forget)
 
 
 def _owner(module: Any, parameter: str) -> tuple[Any, str]:

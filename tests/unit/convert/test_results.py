@@ -22,11 +22,11 @@ def test_a_digest_changes_with_codes_scales_zeros_and_scheme_and_with_nothing_el
     scales[2, 1] *= 2
     zeros[7, 0] = (zeros[7, 0] + 1) % 16
     others = [
-        replace(q, codes=codes),
+        replace(q, stored=codes),
         replace(q, scales=scales),
         replace(q, zeros=zeros),
     ]
-    assert decision_sha256(replace(q, codes=q.codes.clone())) == decision_sha256(q)
+    assert decision_sha256(replace(q, stored=q.codes.clone())) == decision_sha256(q)
     assert len({decision_sha256(one) for one in (q, *others)}) == 4
     plain = rtn(torch.ones(8, 32), Scheme(8, None, True)).quantized
     rounded = replace(plain, scheme=replace(plain.scheme, activations="int8"))

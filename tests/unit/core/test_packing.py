@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.core.packing import pack_rows, packed_width, unpack_rows
+from quantkit.core.packing import PackedCodes, pack_rows, packed_width, unpack_rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -53,3 +53,12 @@ def test_codes_outside_the_range_are_refused() -> None:
 def test_a_wrong_width_is_refused() -> None:
     with pytest.raises(ValueError, match="9 codes of 4 bits"):
         unpack_rows(torch.zeros(1, 1, dtype=torch.int32), 4, 9)
+
+
+def test_packed_codes_have_the_shape_of_their_codes_and_unpack_to_them() -> None:
+    codes = torch.randint(0, 8, (5, 45), dtype=torch.uint8)
+    held = PackedCodes(pack_rows(codes, 3), 3, 45)
+    assert held.shape == (5, 45)
+    assert torch.equal(held.unpack(), codes)
+    with pytest.raises(ValueError, match="45 codes of 4 bits need int32"):
+        PackedCodes(held.words, 4, 45)

@@ -30,7 +30,7 @@ from quantkit.errors import QuantkitWarning, RequestError
 MOST = 64  # threads
 PATIENCE = 20_000  # empty looks before a worker sleeps: about a millisecond
 _pool: WorkerPool | None = None
-_held, _readers = 0, 0  # torch's threads while it has but one, and for how many prompts (``without_openmp``)
+_held, _readers = 0, 0  # torch's threads while it has but one, and for how many users (``one_thread_each``)
 FEW_CORES = 4  # up to which our threads and OpenMP's get into each other's way
 _guard = threading.Lock()
 
@@ -186,7 +186,7 @@ def pool() -> WorkerPool:
 
 
 def threads() -> int:
-    """The number of threads of a job: as many as torch uses, or used before ``without_openmp``."""
+    """The number of threads of a job: as many as torch uses, or used before ``one_thread_each``."""
     return min(_held or torch.get_num_threads(), MOST)
 
 
@@ -198,11 +198,21 @@ def without_openmp() -> Iterator[None]:
     With many cores there is room for both. torch's number of threads is the process's: of prompts that are read at the
     same time, the last one sets it back.
     """
-    global _held, _readers
     passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
     if passive or not 1 < (_held or torch.get_num_threads()) <= FEW_CORES:
         yield
         return
+    with one_thread_each():
+        yield
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Let each of torch's operations run in the thread that asks for it: for work that has threads of its own.
+
+    Whoever is the last to leave gives torch its number of threads back.
+    """
+    global _held, _readers
     try:
         with _guard:
             _readers += 1
