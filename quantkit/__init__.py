@@ -9,6 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from quantkit.core.compiled import offer
 from quantkit.version import __version__
 
 # OpenMP's threads, which torch's operations use, spin for milliseconds after each one and take the cores from whoever
@@ -16,6 +17,15 @@ from quantkit.version import __version__
 # once, when torch is imported; a value that the user set stays.
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _ranges() -> Any:
+    from quantkit.runtime.kernels.numba import threads
+
+    return threads.compiled("ranges") if threads.available() else None
+
+
+offer("ranges", _ranges)
 
 __all__ = ["QuantTensor", "Scheme", "__version__", "convert", "evaluate", "load"]
 

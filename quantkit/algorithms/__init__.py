@@ -32,6 +32,10 @@ CALIBRATED = ("gptq", "awq", "tune", "smooth")
 DRAWN = ("hqq",)
 # they always scale channels before rounding: norms and biases change too
 FOLDING = ("awq", "tune", "smooth", "hqq")
+# they solve on correlations between inputs
+CORRELATED = ("gptq", "awq", "tune")
+# the factors of their channels come from the size of inputs alone
+SIZES_ALONE = ("smooth", "hqq")
 # They compare with the original model's hidden states (so does gptq with --gptaq): convert keeps those beside the
 # quantized model's.
 PAIRED: tuple[str, ...] = ("tune",)

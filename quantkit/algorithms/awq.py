@@ -33,16 +33,30 @@ class Consumer:
     """Linears with one input and one scheme, stacked along their rows.
 
     weight: float32 [out, in].
-    hessian: [in, in], the mean of x xᵀ.
+    hessian: [in, in], the mean of x xᵀ; None where the method reads ``squares`` alone.
     channels: the fold's channel in each column, int64 [in].
     share: how much this consumer's loss counts (experts: their share of the tokens).
+    squares: mean of each input's square, float [in]; None for the Hessian's diagonal.
     """
 
     weight: Tensor
-    hessian: Tensor
+    hessian: Tensor | None
     channels: Tensor
     scheme: Scheme
     share: float = 1.0
+    squares: Tensor | None = None
+
+    def sizes(self) -> Tensor:
+        """Return the mean of each input's square, float32 [in]."""
+        if self.squares is not None:
+            return self.squares.float()
+        assert self.hessian is not None
+        return self.hessian.diagonal().float()
+
+    def correlations(self) -> Tensor:
+        """Return the Hessian in float32."""
+        assert self.hessian is not None
+        return self.hessian.float()
 
 
 @dataclass(frozen=True)
@@ -236,7 +250,7 @@ def _thin(consumers: Sequence[Consumer]) -> list[Consumer]:
     One H of all is made float32 once; of several (experts) each is when it is used, so that they are not all held
     twice.
     """
-    shared = consumers[0].hessian.float() if len({id(c.hessian) for c in consumers}) == 1 else None
+    shared = consumers[0].correlations() if len({id(c.hessian) for c in consumers}) == 1 else None
     thinned = []
     for c in consumers:
         weight, each = thin_stack([c.weight])
@@ -251,7 +265,7 @@ def _loss(consumers: Sequence[Consumer], factors: Tensor, clip: bool) -> float:
         delta = rounding_error(c, factors, clip)
         if delta is None:
             return float("inf")
-        total += c.share * float(((delta @ c.hessian.float()) * delta).sum())
+        total += c.share * float(((delta @ c.correlations()) * delta).sum())
     return total
 
 
@@ -260,7 +274,7 @@ def rounding_error(c: Consumer, factors: Tensor, clip: bool = False) -> Tensor |
 
     clip: round in a searched range instead of between the extremes.
     """
-    return _rounding_error(c.weight, factors[c.channels], c.scheme, c.hessian.float().diagonal() if clip else None)
+    return _rounding_error(c.weight, factors[c.channels], c.scheme, c.sizes() if clip else None)
 
 
 def _rounding_error(w: Tensor, s: Tensor, scheme: Scheme, square: Tensor | None) -> Tensor | None:
@@ -285,7 +299,7 @@ def _statistics(consumers: Sequence[Consumer], channels: int) -> tuple[Tensor, T
     for c in consumers:
         groups = affine.split_groups(c.weight.abs(), c.scheme)
         share = (groups / groups.amax(-1, keepdim=True).clamp(min=1e-12)).flatten(1)[:, : c.weight.shape[1]].mean(0)
-        square.index_add_(0, c.channels, c.hessian.diagonal().float().clamp(min=0) * c.share)
+        square.index_add_(0, c.channels, c.sizes().clamp(min=0) * c.share)
         spread.index_add_(0, c.channels, share * c.share)
         count.index_add_(0, c.channels, torch.full((len(c.channels),), c.share, device=count.device))
     return (square / count).sqrt(), (spread / count).clamp(min=1e-3)

@@ -276,19 +276,31 @@ def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top
     return codes.to(torch.uint8), errors
 
 
-_LOSS_ELEMENTS = 1 << 24  # weights at a time
+_LOSS_ELEMENTS = {True: 1 << 24, False: 1 << 21}  # weights at a time, of which each part reads a Hessian, or a root
 
 
-def proxy_loss(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> tuple[float, float]:
+def proxy_loss(
+    weight: Tensor, dequantized: Tensor, hessian: Tensor | None, root: Tensor | None = None
+) -> tuple[float, float]:
     """Compute ``tr(D H Dᵀ)`` and ``tr(W H Wᵀ)``: mean squared output error and output energy, per token.
 
     Both are summed over all outputs. Products in float32, which take half as long, sums in float64.
+
+    hessian: [in, in], or None for that of a root.
+    root: [tokens, in], R with H = Rᵀ R.
     """
-    h, lost, energy = hessian.float(), 0.0, 0.0
-    rows = max(1, _LOSS_ELEMENTS // weight.shape[1])
-    for part, rounded in zip(weight.split(rows), dequantized.split(rows), strict=True):
+    h = None if hessian is None else hessian.float()
+    across = None if root is None else root.float().t()
+
+    def norm(rows: Tensor) -> float:
+        if h is not None:
+            return float(((rows @ h) * rows).sum(dtype=torch.float64))
+        assert across is not None
+        return float((rows @ across).square_().sum(dtype=torch.float64))
+
+    lost, energy = 0.0, 0.0
+    step = max(1, _LOSS_ELEMENTS[root is None] // weight.shape[1])
+    for part, rounded in zip(weight.split(step), dequantized.split(step), strict=True):
         full = part.float()
-        delta = full - rounded
-        lost += float(((delta @ h) * delta).sum(dtype=torch.float64))
-        energy += float(((full @ h) * full).sum(dtype=torch.float64))
+        lost, energy = lost + norm(full - rounded), energy + norm(full)
     return lost, energy

@@ -46,7 +46,7 @@ _ELEMENTS = 1 << 18  # weights in work at a time on a CPU: the temporaries stay 
 def search_channel_factors(consumers: Sequence[Consumer], channels: int, realise: Realise = lambda s: s) -> Tensor:
     """Choose the best of a few ``channel_factors`` and of none (all ones), float32 ``[channels]``.
 
-    Only the Hessians' diagonals are read. Raises NumericsError if the inputs are not finite.
+    Only the sizes of inputs are read. Raises NumericsError if the inputs are not finite.
     """
     size = input_size(consumers, channels)
     if not bool(torch.isfinite(size).all()):
@@ -63,7 +63,7 @@ def _weighted_loss(consumers: Sequence[Consumer], factors: Tensor) -> float:
         error = rounding_error(c, factors)
         if error is None:
             return math.inf
-        total += c.share * float((error.square() * c.hessian.diagonal().float()).sum())
+        total += c.share * float((error.square() * c.sizes()).sum())
     return total if math.isfinite(total) else math.inf
 
 
@@ -96,6 +96,14 @@ def hqq(weight: Tensor, scheme: Scheme, scales: Scales = "search", importance: T
         step, zeros = affine.minmax_params(weight, scheme)
         return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme))
     split = affine.split_groups((gain / gain.mean()).reshape(1, -1), scheme)
+    shrinks = SYMMETRIC_SHRINKS if scheme.symmetric else SHRINKS
+    found = affine.compiled_ranges(
+        weight, split, scheme,
+        lambda twin, *given, **kind: twin.search_hqq(*given, shrinks, FITS, BETA, ITERATIONS, **kind),
+    )  # fmt: skip
+    if found is not None:
+        step, zeros = found
+        return Solution(QuantTensor(affine.quantize(weight, step, zeros, scheme), step, zeros, scheme))
     size = _ELEMENTS if weight.device.type == "cpu" else affine.SEARCH_ELEMENTS_GPU
     rows = max(1, size // weight.shape[1])
     ranges = [_Groups(affine.split_groups(w.float(), scheme), split, scheme).best() for w in weight.split(rows)]
@@ -147,7 +155,7 @@ class _Groups:
 
     def _error(self, codes: Tensor, params: _Params) -> Tensor:
         delta = (codes * params.scale.float().unsqueeze(-1)).sub_(self.groups)
-        return delta.square_().mul_(self.gain).sum(-1)
+        return affine.group_sum(delta.square_().mul_(self.gain))
 
     def _try(self, params: _Params) -> None:
         raise_if_interrupted()
@@ -164,19 +172,19 @@ class _Groups:
         scale = affine.store_scale((self.high - self.low) / top, self.scheme)
         step = scale.float().unsqueeze(-1)
         zero = -self.low.unsqueeze(-1) / step
-        weights = self.gain / self.gain.sum(-1, keepdim=True).clamp(min=1e-30)
+        weights = self.gain / affine.group_sum(self.gain.clone()).unsqueeze(-1).clamp(min=1e-30)
         for _ in range(ITERATIONS):
             codes = (self.groups / step + zero).round_().clamp_(0, top)
             left = self.groups / step - (codes - zero)  # in steps: what is shrunk must not depend on the weights' size
             size = left.abs().clamp_(min=1e-8)
             outliers = size.sub_(size.rsqrt().div_(BETA)).clamp_(min=0).copysign_(left)  # p = 1/2
-            zero = (codes + outliers - self.groups / step).mul_(weights).sum(-1, keepdim=True)
+            zero = affine.group_sum((codes + outliers - self.groups / step).mul_(weights)).unsqueeze(-1)
         return self._fit(_Params(scale, zero.squeeze(-1).round_().clamp_(0, top).to(torch.int16)))
 
     def _fit(self, params: _Params) -> _Params:
         """The scale with the least squares for the codes of ``params``, with the same zero."""
         codes = self._codes(params)
-        square = (codes * codes).mul_(self.gain).sum(-1)
-        fitted = codes.mul_(self.groups).mul_(self.gain).sum(-1) / square.clamp(min=1e-30)
+        square = affine.group_sum((codes * codes).mul_(self.gain))
+        fitted = affine.group_sum(codes.mul_(self.groups).mul_(self.gain)) / square.clamp(min=1e-30)
         usable = (square > 0) & (fitted > 0)
         return _Params(affine.store_scale(torch.where(usable, fitted, params.scale.float()), self.scheme), params.zero)

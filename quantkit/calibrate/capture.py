@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.matmul_precision import model_runs
-from quantkit.calibrate.stats import Hessian
+from quantkit.calibrate.stats import Hessian, InputRoot, InputStatistics
 from quantkit.calibrate.transfer import Shuttle
 from quantkit.core.precision import exact_products
 from quantkit.errors import UnsupportedModel
@@ -60,8 +60,9 @@ def observe(
     exact: Sequence[Tensor] = (),
     cross: bool = True,
     guide: TokenWeights | None = None,
-) -> list[Hessian]:
-    """Collect one Hessian per input group, over all states ([batch, tokens, hidden] each, on the host).
+    correlations: bool = True,
+) -> list[Hessian | InputRoot]:
+    """Collect the statistics of every input group, over all states ([batch, tokens, hidden] each, on the host).
 
     Runs, and keeps the statistics, on the device that the block is on; ``call`` must be there too.
 
@@ -69,13 +70,20 @@ def observe(
     exact: the original model's states beside ``states``, advanced in place: the block still has its original weights.
     cross: collect ``Hessian.cross`` from ``exact``, but for experts, which other tokens reach in the original model.
     guide: token importance, at the inputs of the linears it knows.
+    correlations: collect Hessians; False keeps the inputs themselves (``InputRoot``) where those are smaller, but for
+        experts, whose statistics are completed from each other's.
     """
     device = device_of(block)
     firsts = [block.get_submodule(names[0]) for names in groups]
     cache = _ObservingCache(kv) if kv is not None else None
-    hessians = [Hessian(linear.in_features, device) for linear in firsts]  # type: ignore[arg-type]
-    observer = _Observer(hessians, cache)
     of_experts = expert_linears(block)
+    tokens = sum(state.shape[0] * state.shape[1] for state in states)
+    found: list[Hessian | InputRoot] = []
+    for names, linear in zip(groups, firsts, strict=True):
+        width: int = linear.in_features  # type: ignore[assignment]
+        few = not correlations and tokens <= width and names[0] not in of_experts
+        found.append((InputRoot if few else Hessian)(width, device))
+    observer = _Observer(found, cache)
     paired = {i: linear for i, linear in enumerate(firsts) if cross and groups[i][0] not in of_experts}
     usual = call if cache is None else with_cache(block, call, cache)
     originals = Shuttle(exact, device)
@@ -92,14 +100,14 @@ def observe(
     originals.finish()
     if cache is not None and not cache.called:
         raise UnsupportedModel(f"{type(block).__name__}: never hands its keys and values to the cache.")
-    return hessians
+    return found
 
 
 class _Observer:
-    """Feeds the inputs of one batch of states, group by group, to the groups' Hessians."""
+    """Feeds the inputs of one batch of states, group by group, to the groups' statistics."""
 
-    def __init__(self, hessians: list[Hessian], cache: _ObservingCache | None) -> None:
-        self.hessians, self.cache = hessians, cache
+    def __init__(self, statistics: Sequence[InputStatistics], cache: _ObservingCache | None) -> None:
+        self.statistics, self.cache = statistics, cache
         self.seen: set[int] = set()
         self.originals: dict[int, Tensor] = {}
         self.importance: dict[int, Tensor | None] = {}
@@ -117,9 +125,9 @@ class _Observer:
 
     def see(self, index: int, x: Tensor) -> None:
         """Add a group's input. Raises _Done once every group and the cache were seen."""
-        self.hessians[index].add(x, self.originals.pop(index, None), self.importance.get(index))
+        self.statistics[index].add(x, self.originals.pop(index, None), self.importance.get(index))
         self.seen.add(index)
-        if len(self.seen) == len(self.hessians) and (self.cache is None or self.cache.called):
+        if len(self.seen) == len(self.statistics) and (self.cache is None or self.cache.called):
             raise _Done
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quantkit.calibrate.stats import Hessian
+from quantkit.calibrate.stats import Hessian, InputRoot
 from quantkit.errors import NumericsError
 from quantkit.model.mixture.experts import expert_linears
 
@@ -42,7 +42,9 @@ class Starved:
         )
 
 
-def share_statistics(block: nn.Module, groups: Sequence[tuple[str, ...]], hessians: Sequence[Hessian]) -> list[Starved]:
+def share_statistics(
+    block: nn.Module, groups: Sequence[tuple[str, ...]], hessians: Sequence[Hessian | InputRoot]
+) -> list[Starved]:
     """Complete the statistics of starved experts, in place.
 
     groups, hessians: as ``observe`` takes and gives them.
@@ -53,6 +55,7 @@ def share_statistics(block: nn.Module, groups: Sequence[tuple[str, ...]], hessia
     pools: dict[tuple[str, str], dict[int, Hessian]] = {}
     for names, hessian in zip(groups, hessians, strict=True):
         if names[0] in of_expert:
+            assert isinstance(hessian, Hessian)  # ``observe`` keeps no inputs of experts
             module, index = of_expert[names[0]]
             projection = names[0].rpartition(".")[2]
             pools.setdefault((module, projection), {})[index] = hessian

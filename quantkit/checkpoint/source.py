@@ -226,12 +226,12 @@ def finite(value: Tensor, path: Path, name: str) -> Tensor:
 
     Raises NumericsError if it holds NaN or infinite values.
     """
-    if not _all_finite(value):
+    if not all_finite(value):
         raise non_finite(path, [name])
     return value
 
 
-def _all_finite(value: Tensor) -> bool:
+def all_finite(value: Tensor) -> bool:
     """Tell whether no number is NaN or infinite, in pieces that a cache holds."""
     if value.device.type != "cpu" or not value.is_floating_point() or not value.is_contiguous():
         return bool(torch.isfinite(value).all())

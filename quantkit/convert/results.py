@@ -21,7 +21,8 @@ class InputGroup:
     """Linears of a block that read one tensor, and the statistics of that tensor.
 
     names: of the linears, inside the block.
-    hessian: [in, in], the mean of x xᵀ over ``tokens``, on the block's device; None without data.
+    hessian: [in, in], the mean of x xᵀ over ``tokens``, on the block's device; None without data, and beside a root.
+    root: float32 [tokens, in], R with Rᵀ R the Hessian, where nobody reads correlations and that is smaller; else None.
     tokens: how many were counted.
     dropped: how many were not finite.
     largest: float32 [in], the largest |x| per channel; None without data.
@@ -35,6 +36,22 @@ class InputGroup:
     dropped: int = 0
     largest: Tensor | None = None
     cross: Tensor | None = None
+    root: Tensor | None = None
+
+    def squares(self) -> Tensor | None:
+        """Return the mean of each input's square, float [in]: the Hessian's diagonal; None without data."""
+        if self.root is not None:
+            return self.root.square().sum(0)
+        return None if self.hessian is None else self.hessian.diagonal()
+
+    def scale(self, columns: Tensor) -> None:
+        """Divide the inputs by factors, float [in]."""
+        for matrix in (self.hessian, self.cross):
+            if matrix is not None:
+                matrix.div_(columns.double()[:, None]).div_(columns.double()[None, :])
+        for rows in (self.root, self.largest):
+            if rows is not None:
+                rows.div_(columns)
 
 
 @dataclass

@@ -193,6 +193,7 @@ def _observe(
         result,
         original=hidden.original,
         crossed=o.crossed,
+        correlations=o.correlations,
         guide=importance_of_tokens(decisions, plan.blocks, index, names, result),
         cache=None if o.folds else cache,
     )

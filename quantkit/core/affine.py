@@ -8,10 +8,12 @@ algorithm is tested against this file.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from quantkit.core import compiled
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
@@ -118,6 +120,9 @@ def searched_params(
     for step in range(1, steps):
         shrink = 1 - (1 - smallest) * step / (steps - 1)
         sides += [(shrink, shrink)] if scheme.symmetric else [(shrink, shrink), (1.0, shrink), (shrink, 1.0)]
+    found = compiled_ranges(weight, gain, scheme, lambda twin, *given, **kind: twin.search(*given, sides, **kind))
+    if found is not None:
+        return found
     # A few rows at a time: the temporaries then stay in the processor's cache, which is several times faster.
     # A GPU wants much at a time instead: each part costs hundreds of launches.
     rows = max(1, (_PIECE if weight.device.type == "cpu" else SEARCH_ELEMENTS_GPU) // weight.shape[1])
@@ -130,6 +135,51 @@ def searched_params(
     return torch.cat([scale for scale, _ in ranges]), zeros
 
 
+def compiled_ranges(
+    weight: Tensor, gain: Tensor, scheme: Scheme, search: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | None] | None:
+    """Search scales and zero points by compiled code (``runtime.kernels.numba.ranges``), some rows at a time.
+
+    weight: float ``[out, in]``.
+    gain: importance, ``[1 or out, groups, width]``.
+    search: gets the module, some rows and their importance in float32, the width of a group, and what kind of scheme it
+        is by name; returns scales and zero points.
+
+    Returns what ``minmax_params`` returns, or None where there is no compiled code for such weights.
+    """
+    width = scheme.width(weight.shape[1])
+    twin = compiled.twin("ranges") if weight.device.type == "cpu" else None
+    if twin is None or not twin.takes(width, weight.shape[1]):
+        return None
+    kind = {"bits": scheme.bits, "symmetric": scheme.symmetric, "half": scheme.scale_dtype == "float16"}
+    rows = max(1, _SEARCHED // weight.shape[1])
+    gains = gain.flatten(1).float()
+    scales, zeros = [], []
+    for index, part in enumerate(weight.split(rows)):
+        raise_if_interrupted()  # all rows of an embedding take seconds
+        own = gains[index * rows : (index + 1) * rows] if len(gains) > 1 else gains
+        scale, zero = search(twin, part.float(), own, width, smallest=SMALLEST_SCALE, **kind)
+        scales.append(store_scale(scale, scheme))
+        zeros.append(zero.to(torch.int16))
+    return torch.cat(scales), None if scheme.symmetric else torch.cat(zeros)
+
+
+def group_sum(values: Tensor) -> Tensor:
+    """Sum over the last dimension; ``values`` is overwritten.
+
+    On a CPU halves are added to halves: the same sum on every processor, and the compiled search's.
+    """
+    if values.device.type != "cpu":
+        return values.sum(-1)
+    left = values.shape[-1]
+    while left > 1:
+        half = (left + 1) // 2
+        values[..., : left - half] += values[..., half:left]
+        left = half
+    return values[..., 0]
+
+
+_SEARCHED = 1 << 24  # weights that compiled code searches at a time, in some tenths of a second
 _PIECE = 1 << 18  # weights in work at a time on a CPU: what is computed in between stays in its second cache
 SEARCH_ELEMENTS_GPU = 1 << 25  # about nine times as many floats are alive
 
@@ -158,7 +208,7 @@ def _group_error(groups: Tensor, gain: Tensor, scale: Tensor, zero: Tensor | Non
     step = scale.float().unsqueeze(-1)
     offset = torch.full_like(step, float(scheme.midpoint)) if zero is None else zero.float().unsqueeze(-1)
     codes = (groups / step).round_().clamp_(-offset, scheme.levels - 1 - offset)
-    return codes.mul_(step).sub_(groups).square_().mul_(gain).sum(-1)
+    return group_sum(codes.mul_(step).sub_(groups).square_().mul_(gain))
 
 
 def quantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:

@@ -75,22 +75,34 @@ def apply_fold(block: nn.Module, fold: Fold, factors: Tensor) -> None:
 
     factors: float ``[channels]``, positive.
     """
-    for name, value in scaled_parameters(block, fold, factors):
-        block.get_parameter(name).copy_(value)
+    for param in block.get_submodule(fold.producer).parameters(recurse=False):
+        s, offset = _divisors(block, fold, factors, param)
+        if len(fold.rows) == len(param) and torch.equal(fold.rows, torch.arange(len(param), device=fold.rows.device)):
+            param.add_(offset).div_(s).sub_(offset)
+        else:
+            param[fold.rows] = (param[fold.rows] + offset) / s - offset
+    for name in fold.consumers:
+        weight = block.get_parameter(f"{name}.weight")
+        weight.mul_(fold.columns(name, factors).to(weight.dtype))
 
 
 @torch.no_grad()
 def scaled_parameters(block: nn.Module, fold: Fold, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Compute what ``apply_fold`` makes of each parameter, by local name, one at a time; the block is left as it is."""
     for name, param in block.get_submodule(fold.producer).named_parameters(recurse=False):
-        s = factors.to(param.dtype).reshape(-1, *[1] * (param.dim() - 1))
-        offset = fold.offset if name == "weight" else 0.0
+        s, offset = _divisors(block, fold, factors, param)
         value = param.clone()
         value[fold.rows] = (param[fold.rows] + offset) / s - offset
         yield f"{fold.producer}.{name}", value
     for name in fold.consumers:
         weight = block.get_parameter(f"{name}.weight")
         yield f"{name}.weight", weight * fold.columns(name, factors).to(weight.dtype)
+
+
+def _divisors(block: nn.Module, fold: Fold, factors: Tensor, param: Tensor) -> tuple[Tensor, float]:
+    """Return what a producer's parameter is divided by, and what is added to it meanwhile."""
+    is_weight = param is getattr(block.get_submodule(fold.producer), "weight", None)
+    return factors.to(param.dtype).reshape(-1, *[1] * (param.dim() - 1)), fold.offset if is_weight else 0.0
 
 
 @torch.no_grad()

@@ -240,6 +240,12 @@ class ConvertOptions:
         return self.method in algorithms.PAIRED or self.gptaq
 
     @property
+    def correlations(self) -> bool:
+        """Whether correlations between inputs are read: by the method, by AWQ's factors, or to follow the original."""
+        own = self.method in algorithms.CORRELATED or self.crossed
+        return own or (self.folds and self.method not in algorithms.SIZES_ALONE)
+
+    @property
     def folds(self) -> bool:
         """Whether channels are scaled before rounding."""
         return self.method in algorithms.FOLDING or self.fold

@@ -1,4 +1,4 @@
-"""Choice of the kernel for GPTQ's loop over columns; loaded while planning, so that predicted memory counts it."""
+"""Compiled kernels of a conversion; loaded while planning, so that predicted memory counts them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import torch
 
 from quantkit.algorithms.gptq import Loops
 from quantkit.runtime.kernels.numba import threads
+
+
+def load_searches(device: torch.device) -> None:
+    """Load the compiled search for scales, where its library is installed. Any method may use it."""
+    if device.type == "cpu" and threads.available():
+        threads.compiled("ranges").load()
 
 
 def column_loops(device: torch.device) -> Loops:

@@ -87,6 +87,10 @@ class Sizes:
     head_embedding_bytes: int
     # Of the written model, loaded to run it.
     packed_model: int = 0
+    # The method reads correlations between inputs: it holds Hessians, and factorises them.
+    correlations: bool = True
+    # in_features of inputs that are kept themselves, in the place of Hessians.
+    roots: tuple[int, ...] = ()
     # Bytes that the search for factors and scaling take; 0 if the method scales no channels.
     fold: int = 0
     # Bytes of the libraries behind compiled CPU kernels, where they are not loaded yet.
@@ -127,7 +131,8 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     device: the kind of device that blocks are worked on.
 
     embed:  the embedding is read (stored copy + its finite mask + float32), then the hidden states fill
-    block:  states + a block in float32 + one Hessian per input in float64 + one batch of activations
+    block:  states + a block in float32 + one Hessian per input in float64 (or the inputs themselves, where they are few
+            and nobody reads correlations) + one batch of activations
     solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
     tune:   states + block + Hessians + copies of its linears while they learn, and one window's activations and their
             gradients
@@ -187,8 +192,10 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     batch = min(sizes.tokens, max(batch_tokens(sizes.widest, not away), sizes.seq_len))
     if away:  # torch rounds pinned blocks up to a power of two
         states = _pinned(states, batch * sizes.hidden * f32)
-    hessians = 0 if away or not sizes.calibrated else (1 + sizes.crossed) * sum(w * w for w in sizes.widths) * 8
-    held = states + hessians + (sizes.largest_parameter if away else sizes.block) * f32
+    statistics = 0 if away or not sizes.calibrated else _statistics(sizes, 8)
+    wide = max((w for w in sizes.widths if w not in sizes.roots), default=0)
+    square = 0 if away or not sizes.calibrated else wide * wide * 8
+    held = states + statistics + (sizes.largest_parameter if away else sizes.block) * f32
     phases = {}
     if sizes.tokens:
         # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read
@@ -196,7 +203,7 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
         phases["embed"] = max(reading, sizes.before_blocks * f32 + states + batch * sizes.hidden * f32 * 3)
         copies = sizes.crossed * sum(sizes.widths) + sizes.weighed * (1 + sizes.crossed) * sizes.widest
         inner = 0 if away else batch * (sizes.inner + copies) * f32
-        phases["block"] = held + inner + sizes.kv_sample_bytes
+        phases["block"] = held + max(inner, square) + sizes.kv_sample_bytes  # a mean is taken beside its sum
     if sizes.tuned and not away:
         phases["tune"] = held + _learning(sizes)
     if sizes.fold and not away:
@@ -204,8 +211,7 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     if away:  # codes, and what is packed of them
         phases["solve"] = held + 3 * sizes.largest_group
     else:
-        widest = max(sizes.widths)
-        factor = 5 * widest * widest * 8 if sizes.calibrated else 0
+        factor = 5 * square if sizes.correlations else square
         phases["solve"] = held + factor + 9 * sizes.largest_group * f32
     return phases
 
@@ -226,9 +232,9 @@ def device_phases(sizes: Sizes) -> dict[str, int]:
     """
     f32, f64 = 4, 8
     widest = max(sizes.widths)
-    square = widest * widest if sizes.calibrated else 0
+    square = widest * widest if sizes.calibrated and sizes.correlations else 0
     streams = 1 + sizes.paired
-    base = sizes.block * f32 + ((1 + sizes.crossed) * sum(w * w for w in sizes.widths) * f32 if sizes.calibrated else 0)
+    base = sizes.block * f32 + (_statistics(sizes, f32) if sizes.calibrated else 0)
     batch = min(sizes.tokens, max(BATCH_TOKENS, sizes.seq_len))
     searched = min(sizes.largest_group, SEARCH_ELEMENTS_GPU)
     split = 32 * batch * widest + 20 * sizes.largest_parameter  # factors of bf16x6: three parts, six times on each side
@@ -258,6 +264,12 @@ def device_phases(sizes: Sizes) -> dict[str, int]:
         "distil": sizes.distil - base,
     }
     return {name: base + size for name, size in phases.items()}
+
+
+def _statistics(sizes: Sizes, itemsize: int) -> int:
+    """Return the bytes of the statistics of a block's inputs: Hessians, or inputs themselves."""
+    squares = sum(w * w for w in sizes.widths) - sum(w * w for w in sizes.roots)
+    return (1 + sizes.crossed) * squares * itemsize + sum(sizes.roots) * sizes.tokens * 4
 
 
 def _learning(sizes: Sizes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from quantkit.model.language import output_embeddings, text_config
 from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import Blocks, block_linears, widest_input
 from quantkit.model.weights import Weights, before_blocks, outside_blocks
+from quantkit.runtime.layers.head import NARROW
 
 # copies of the searched rows in one trial: scaled, codes, dequantized, error and what the search for ranges holds
 TRIAL_COPIES = 10
@@ -109,6 +111,14 @@ def count_sizes(
         packed_model=packed_model(infos, packed, [t.out_features * t.in_features for t in targets.values()]),
         kernels=kernel_bytes(),
         calibrated=windows is not None,
+        correlations=options.correlations,
+        roots=()
+        if options.correlations or windows is None
+        else tuple(
+            linear.in_features
+            for name, linear in linears.items()
+            if name not in experts and windows.ids.numel() <= linear.in_features
+        ),
         tuned=max(_linear_weights(block) for block in blocks.modules) if options.method == "tune" else 0,
         paired=options.paired and windows is not None,
         crossed=options.crossed and windows is not None,
@@ -188,15 +198,24 @@ def whole_bytes(weights: Weights, options: ConvertOptions) -> int:
 def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:
     """Return the bytes of the written model in memory.
 
-    They are packed weights (kernels hold 2 and 3 bits in 4, 5 to 7 in 8, and scales twice), the rest in float32, and
-    the largest tensor while it is loaded: as stored and its mask, or its codes and the temporaries of packing them.
+    With compiled kernels: packed weights (2 and 3 bits are held in 4, 5 to 7 in 8), head and embedding in 16 bits of
+    which those of the embedding stay in the file, or the head in 8 beside narrow weights (``runtime.layers.head``),
+    and the head's codes a second time, or a matrix and its words, while they are packed.
+
+    Else the rest in float32, and the largest tensor while it is loaded: as stored and its mask, or its codes and the
+    temporaries of packing them.
 
     infos: the tensors in 16 bit.
     packed: bytes of the quantized weights.
     weights: element counts of the quantized weights.
     """
     dense = [info.nbytes // info.dtype.itemsize for info in infos]
-    return 4 * sum(dense) + 2 * packed + max(3 * max(dense, default=0), 10 * max(weights, default=0))
+    largest, bits = max(dense, default=0), 8 * packed / max(sum(weights), 1)
+    if importlib.util.find_spec("numba") is None:
+        return 4 * sum(dense) + 2 * packed + max(3 * largest, 10 * max(weights, default=0))
+    beside = 1.1 if bits <= NARROW + 0.5 else 2.0
+    held = (1.1 if bits >= 4 else 2.0) * packed
+    return int(beside * sum(dense) + held + max(largest, 2 * max(weights, default=0)))
 
 
 def _head_embedding_bytes(weights: Weights, target: Target) -> int:

@@ -22,7 +22,7 @@ from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.bit_budget import BitBudget, cache_bytes, plan_bit_budget
 from quantkit.convert.plan.calibration_text import read_inputs, too_few_tokens, unread_text, unused_windows
 from quantkit.convert.plan.carried import carried
-from quantkit.convert.plan.column_loops import column_loops
+from quantkit.convert.plan.column_loops import column_loops, load_searches
 from quantkit.convert.plan.inputs import Inputs
 from quantkit.convert.plan.memory import Prediction, check_device, predict
 from quantkit.convert.plan.memory_inputs import count_sizes, plain_bytes, whole_bytes, with_sensitivity
@@ -143,6 +143,7 @@ def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
     inputs = read_inputs(options, tokenizer, model, problems)
     budget = _bit_budget(options, form, weights, chosen, unquantized, rewritten)
     problems += _untunable(options, blocks)
+    load_searches(device)
     loops = column_loops(device) if options.method in ("gptq", "tune") else Loops()  # in memory from here on
     prediction = _predict(options, form, weights, blocks, chosen.chosen, unquantized, rewritten, inputs, budget, device)
     spares = "--no-guided" if options.guided and budget is None else ""

@@ -16,6 +16,7 @@ from quantkit.algorithms.hqq import hqq
 from quantkit.algorithms.rtn import rtn_steps
 from quantkit.algorithms.together import Solver as Steps
 from quantkit.algorithms.together import together
+from quantkit.checkpoint.source import all_finite
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decision_sha256
@@ -31,6 +32,7 @@ from quantkit.formats.interface import Format
 
 # Numbers of linears and Hessians that are solved in step: more are solved one after another.
 TOGETHER = 1 << 20
+_PIECE = 1 << 20  # weights whose error is measured at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ def _stacks(solver: Solver, prefix: str, block: nn.Module, groups: Sequence[Inpu
             targets = [solver.targets[f"{prefix}.{name}"] for name in names]
             linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
             for target, linear in zip(targets, linears, strict=True):
-                if not bool(linear.weight.isfinite().all()):
+                if not all_finite(linear.weight.detach()):
                     raise NumericsError(f"{target.name}: the weight holds NaN or infinite values. Use a sound model.")
             yield _Stack(names, targets, linears, group)
 
@@ -195,7 +197,7 @@ def _solve(solver: Solver, stack: _Stack) -> Steps:
         options = GPTQOptions(damping=o.damping, scales=scales)
         return (yield from gptq_steps(weight, hessian, scheme, options, solver.loops, stack.group.cross))
     if o.method == "hqq":
-        return hqq(weight, scheme, scales, None if hessian is None else hessian.diagonal())
+        return hqq(weight, scheme, scales, stack.group.squares())
     if o.method == "tune" and hessian is not None and scales == "search":
         found = yield from gptq_steps(weight, hessian, scheme, GPTQOptions(damping=o.damping), solver.loops)
         return _nearest(weight, found)
@@ -229,17 +231,27 @@ def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:
     return parts
 
 
+def _relative_error(weight: Tensor, dequantized: Tensor) -> float:
+    """Return ``|W - Q| / |W|``, in pieces that a cache holds."""
+    lost = energy = 0.0
+    step = max(1, _PIECE // weight.shape[1])
+    for part, rounded in zip(weight.split(step), dequantized.split(step), strict=True):
+        lost += float(torch.linalg.vector_norm(part - rounded)) ** 2
+        energy += float(torch.linalg.vector_norm(part)) ** 2
+    return float((lost / max(energy, 1e-60)) ** 0.5)
+
+
 def _report(
     target: Target, weight: Tensor, q: QuantTensor, dequantized: Tensor, group: InputGroup, solution: Solution
 ) -> LayerReport:
     output = None
-    if group.hessian is not None:
-        loss, energy = proxy_loss(weight, dequantized, group.hessian)
+    if group.hessian is not None or group.root is not None:
+        loss, energy = proxy_loss(weight, dequantized, group.hessian, group.root)
         output = (max(loss, 0.0) / max(energy, 1e-30)) ** 0.5
     return LayerReport(
         name=target.name,
         scheme=q.scheme.describe(),
-        relative_weight_error=float((weight - dequantized).norm() / weight.norm().clamp(min=1e-30)),
+        relative_weight_error=_relative_error(weight, dequantized),
         relative_output_error=output,
         weights=q.codes.numel(),
         bits=q.bits_stored,

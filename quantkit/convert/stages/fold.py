@@ -23,7 +23,7 @@ from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 from quantkit.model.arguments import BlockArguments
-from quantkit.model.folds import Fold, find_folds, scaled_parameters, shared_modules
+from quantkit.model.folds import Fold, apply_fold, find_folds, scaled_parameters, shared_modules
 from quantkit.model.patterns import short_names
 from quantkit.model.weights import Weights
 
@@ -177,13 +177,13 @@ def _consumers(
         by_scheme: dict[Scheme, list[str]] = {}
         for name in group.names:
             target = folding.targets.get(f"{prefix}.{name}")
-            if target is not None and name in fold.consumers and group.hessian is not None:
+            if target is not None and name in fold.consumers and group.squares() is not None:
                 by_scheme.setdefault(target.scheme, []).append(name)
         for scheme, names in by_scheme.items():
-            assert group.hessian is not None
             weight, each = thin_stack([block.get_parameter(f"{name}.weight") for name in names])
             share = max(group.tokens, 1) / max(tokens, 1)  # an expert that no token reached has its layer's statistics
-            consumers.append(Consumer(weight, group.hessian, fold.consumers[names[0]], scheme, share * each))
+            channels = fold.consumers[names[0]]
+            consumers.append(Consumer(weight, group.hessian, channels, scheme, share * each, group.squares()))
     return consumers
 
 
@@ -230,24 +230,35 @@ class _FoldStep:
         one at a time, so that no second copy of the consumers is needed.
 
         factors: float32 [channels].
-        groups: statistics whose Hessians are scaled, too.
+        groups: statistics, which are scaled, too.
         """
-        for name, value in scaled_parameters(self.block, self.fold, factors):
-            if not bool(torch.isfinite(self._as_stored(name, value)).all()):
-                return f"scaling makes {name} overflow its stored dtype; its channels are not scaled"
-        for name, value in scaled_parameters(self.block, self.fold, factors):
-            self.block.get_parameter(name).copy_(self._as_stored(name, value))
+        if not self._surely_finite(factors):
+            for name, value in scaled_parameters(self.block, self.fold, factors):
+                if not bool(torch.isfinite(self._as_stored(name, value)).all()):
+                    return f"scaling makes {name} overflow its stored dtype; its channels are not scaled"
+        apply_fold(self.block, self.fold, factors)
+        for name in (*self._producer_names(), *(f"{name}.weight" for name in self.fold.consumers)):
+            param = self.block.get_parameter(name)
+            if f"{self.prefix}.{name}" in self.folding.rewritten:
+                param.copy_(self._as_stored(name, param))
         for group in groups:
             inside = [name for name in group.names if name in self.fold.consumers]
-            if group.hessian is not None and inside:
+            if inside and group.largest is not None:
                 assert inside == list(group.names)  # who reads one tensor is scaled together
-                columns = self.fold.columns(group.names[0], factors).double()
-                group.hessian.div_(columns[:, None]).div_(columns[None, :])
-                if group.cross is not None:
-                    group.cross.div_(columns[:, None]).div_(columns[None, :])
-                if group.largest is not None:
-                    group.largest.div_(columns)
+                group.scale(self.fold.columns(group.names[0], factors))
         return None
+
+    def _producer_names(self) -> list[str]:
+        producer = self.block.get_submodule(self.fold.producer)
+        return [f"{self.fold.producer}.{name}" for name, _ in producer.named_parameters(recurse=False)]
+
+    def _surely_finite(self, factors: Tensor) -> bool:
+        """Whether the largest numbers, times the largest factor, fit fp16: then nothing has to be computed to know."""
+        low, high = (float(bound) for bound in torch.aminmax(factors))
+        params = [self.block.get_parameter(f"{name}.weight") for name in self.fold.consumers]
+        params += [self.block.get_parameter(name) for name in self._producer_names()]
+        largest = max(abs(float(bound)) for param in params for bound in torch.aminmax(param))
+        return (largest + 1.0) * max(high, 1 / low) < torch.finfo(torch.float16).max
 
     def _as_stored(self, name: str, value: Tensor) -> Tensor:
         full = f"{self.prefix}.{name}"

@@ -10,6 +10,7 @@ from quantkit.algorithms.guide import Guide
 from quantkit.algorithms.kv import KVObserver
 from quantkit.calibrate.capture import observe
 from quantkit.calibrate.experts import share_statistics
+from quantkit.calibrate.stats import Hessian
 from quantkit.convert.options.kv_request import CacheRequest
 from quantkit.convert.results import BlockResult, InputGroup
 from quantkit.convert.stages.kv_cache import calibrate_layer
@@ -26,6 +27,7 @@ def observe_block(
     *,
     original: list[Tensor],
     crossed: bool,
+    correlations: bool,
     guide: Guide | None,
     cache: tuple[CacheRequest, str] | None,
 ) -> list[InputGroup]:
@@ -40,6 +42,7 @@ def observe_block(
     original: the original model's states in front of the block; the pass replaces them by those behind it.
     crossed: collect the mean of (y - x) xᵀ too, x an input and y the original model's in its place
         (``InputGroup.cross``).
+    correlations: the method reads correlations between inputs.
     guide: predicts token-importance weights from the hidden state; None to count all tokens alike.
     cache: scheme of the KV cache and the name of the attention module to calibrate in the same pass; None for neither.
 
@@ -48,7 +51,7 @@ def observe_block(
     if not names and cache is None and not original:
         return []
     observer = None if cache is None else KVObserver()
-    hessians = observe(block, states, call, list(names), observer, original, crossed, guide)
+    hessians = observe(block, states, call, list(names), observer, original, crossed, guide, correlations)
     if cache is not None and observer is not None:
         request, name = cache
         result.kv[name] = calibrate_layer(request, name, observer, block, states, call, result.notes)
@@ -56,9 +59,12 @@ def observe_block(
     result.notes += [f"{prefix}.{shared.describe()}" for shared in share_statistics(block, list(names), hessians)]
     groups = []
     for group, count in zip(names, tokens, strict=True):  # each sum is freed as soon as its mean is taken
-        hessian = hessians.pop(0)
-        mean = hessian.result(f"{prefix}.{group[0]}") if hessian.tokens + hessian.dropped else None
-        groups.append(InputGroup(group, mean, count, hessian.dropped, hessian.largest, hessian.mean_cross()))
+        seen = hessians.pop(0)
+        found = seen.result(f"{prefix}.{group[0]}") if seen.tokens + seen.dropped else None
+        if isinstance(seen, Hessian):
+            groups.append(InputGroup(group, found, count, seen.dropped, seen.largest, seen.mean_cross()))
+        else:
+            groups.append(InputGroup(group, None, count, seen.dropped, seen.largest, root=found))
     return groups
 
 

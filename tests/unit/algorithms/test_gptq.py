@@ -288,3 +288,11 @@ def test_with_the_original_inputs_the_result_stays_close_to_the_best_of_all_roun
                 over_best.append(error / best)
     assert sum(over_best) / 25 < 1.05
     assert lost[True] < 0.9 * lost[False]
+
+
+def test_the_loss_by_a_few_inputs_is_that_by_their_hessian() -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, root = torch.randn(30, 64, generator=generator), torch.randn(20, 64, generator=generator)
+    rounded = weight + 0.1 * torch.randn(30, 64, generator=generator)
+    by_hessian = proxy_loss(weight, rounded, root.t() @ root)
+    assert proxy_loss(weight, rounded, None, root) == pytest.approx(by_hessian, rel=1e-5)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.capture import observe
+from quantkit.calibrate.stats import Hessian, InputRoot
 from quantkit.model.arguments import BlockArguments
 from quantkit.model.stepper import run_block
 
@@ -60,3 +61,15 @@ def test_original_states_go_on_without_a_comparison() -> None:
     (found,) = observe(block, [torch.zeros(1, 3, 6)], call, [("up", "gate")], None, exact, False)
     assert found.cross is None
     assert torch.equal(exact[0], wanted)
+
+
+def test_inputs_are_kept_themselves_where_they_are_few_and_nobody_reads_correlations() -> None:
+    torch.manual_seed(3)
+    block, call, groups = Gated(), BlockArguments((), {}), [("up", "gate"), ("down",)]
+    states = [torch.randn(1, 7, 6)]  # more than the 6 inputs of up, fewer than the 8 of down
+    assert [type(each) for each in observe(block, states, call, groups)] == [Hessian, Hessian]
+    up, down = observe(block, states, call, groups, correlations=False)
+    assert [type(up), type(down)] == [Hessian, InputRoot]
+    (_, expected) = observe(block, states, call, groups)
+    root = down.result()
+    torch.testing.assert_close(root.t().double() @ root.double(), expected.result(), rtol=1e-5, atol=1e-6)

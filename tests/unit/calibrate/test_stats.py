@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.calibrate.stats import Hessian
+from quantkit.calibrate.stats import Hessian, InputRoot
 from quantkit.errors import NumericsError
 
 
@@ -104,3 +104,23 @@ def test_the_weight_of_a_dropped_token_is_dropped_with_it() -> None:
     dirty.add(x, weights=weights)
     assert dirty.dropped == 1
     torch.testing.assert_close(clean.result(), dirty.result(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_few_inputs_kept_as_they_are_stand_for_their_hessian(weighted: bool) -> None:
+    x = torch.randn(2, 9, 40, generator=torch.Generator().manual_seed(0))
+    x[0, 4, 7] = float("nan")
+    importance = torch.rand(9) + 0.5 if weighted else None
+    root, hessian = InputRoot(40), Hessian(40)
+    for batch in x:
+        root.add(batch, weights=importance)
+        hessian.add(batch, weights=importance)
+    found = root.result()
+    assert (root.tokens, root.dropped, found.shape) == (17, 1, (17, 40))
+    assert torch.equal(root.largest, hessian.largest)
+    torch.testing.assert_close(found.double().t() @ found.double(), hessian.result(), rtol=1e-5, atol=1e-6)
+
+
+def test_inputs_that_nobody_gave_are_refused_as_a_hessian_is() -> None:
+    with pytest.raises(NumericsError, match="lonely: no calibration token"):
+        InputRoot(4).result("lonely")
