@@ -60,6 +60,7 @@ def observe(
     exact: Sequence[Tensor] = (),
     cross: bool = True,
     guide: TokenWeights | None = None,
+    *,
     correlations: bool = True,
 ) -> list[Hessian | InputRoot]:
     """Collect the statistics of every input group, over all states ([batch, tokens, hidden] each, on the host).
@@ -77,12 +78,12 @@ def observe(
     firsts = [block.get_submodule(names[0]) for names in groups]
     cache = _ObservingCache(kv) if kv is not None else None
     of_experts = expert_linears(block)
-    tokens = sum(state.shape[0] * state.shape[1] for state in states)
+    few = 0 if correlations else sum(state.shape[0] * state.shape[1] for state in states)
     found: list[Hessian | InputRoot] = []
     for names, linear in zip(groups, firsts, strict=True):
         width: int = linear.in_features  # type: ignore[assignment]
-        few = not correlations and tokens <= width and names[0] not in of_experts
-        found.append((InputRoot if few else Hessian)(width, device))
+        kept = 0 < few <= width and names[0] not in of_experts
+        found.append((InputRoot if kept else Hessian)(width, device))
     observer = _Observer(found, cache)
     paired = {i: linear for i, linear in enumerate(firsts) if cross and groups[i][0] not in of_experts}
     usual = call if cache is None else with_cache(block, call, cache)

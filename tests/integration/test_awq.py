@@ -251,8 +251,8 @@ def test_an_expert_that_no_token_reaches_is_scaled_like_the_others(
         shutil.copy(file, source / file.name)
     observe, fold, done = observe_stage.observe, run.fold_block, []
 
-    def unreached(block: Any, states: Any, call: Any, groups: Any, *rest: Any) -> Any:
-        found = zip(groups, observe(block, states, call, groups, *rest), strict=True)
+    def unreached(block: Any, states: Any, call: Any, groups: Any, *rest: Any, **named: Any) -> Any:
+        found = zip(groups, observe(block, states, call, groups, *rest, **named), strict=True)
         return [Hessian(h.sum.shape[0]) if names[0].startswith(idle) else h for names, h in found]
 
     monkeypatch.setattr(observe_stage, "observe", unreached)

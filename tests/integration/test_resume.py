@@ -136,9 +136,9 @@ def test_the_original_models_states_are_taken_up_beside_the_quantized_ones(
     seen: list[tuple[str, str]] = []
     observe = observe_stage.observe
 
-    def watched(*args: Any) -> Any:
+    def watched(*args: Any, **named: Any) -> Any:
         seen.append(tuple(hashlib.sha256(b"".join(s.numpy().tobytes() for s in args[i])).hexdigest() for i in (1, 5)))
-        return observe(*args)
+        return observe(*args, **named)
 
     monkeypatch.setattr(observe_stage, "observe", watched)
     convert()
@@ -350,12 +350,12 @@ import os, signal, sys
 import quantkit.convert.stages.observe as stage
 block, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 observe = stage.observe
-def interrupted(*args):
+def interrupted(*args, **named):
     global block
     block -= 1
     if block < 0:
         os.kill(os.getpid(), number)
-    return observe(*args)
+    return observe(*args, **named)
 stage.observe = interrupted
 from quantkit.cli.main import main
 main()

@@ -134,8 +134,8 @@ def test_a_layer_that_never_sees_data_is_rounded_and_named(
 ) -> None:
     observe = observe_stage.observe
 
-    def blind(block: Any, states: Any, call: Any, groups: Any, *rest: Any) -> Any:
-        hessians = observe(block, states, call, groups, *rest)
+    def blind(block: Any, states: Any, call: Any, groups: Any, *rest: Any, **named: Any) -> Any:
+        hessians = observe(block, states, call, groups, *rest, **named)
         return [
             Hessian(h.sum.shape[0]) if "self_attn.o_proj" in names else h
             for names, h in zip(groups, hessians, strict=True)

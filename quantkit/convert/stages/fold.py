@@ -243,7 +243,7 @@ class _FoldStep:
                 param.copy_(self._as_stored(name, param))
         for group in groups:
             inside = [name for name in group.names if name in self.fold.consumers]
-            if inside and group.largest is not None:
+            if inside and group.squares() is not None:
                 assert inside == list(group.names)  # who reads one tensor is scaled together
                 group.scale(self.fold.columns(group.names[0], factors))
         return None

@@ -51,7 +51,7 @@ def observe_block(
     if not names and cache is None and not original:
         return []
     observer = None if cache is None else KVObserver()
-    hessians = observe(block, states, call, list(names), observer, original, crossed, guide, correlations)
+    hessians = observe(block, states, call, list(names), observer, original, crossed, guide, correlations=correlations)
     if cache is not None and observer is not None:
         request, name = cache
         result.kv[name] = calibrate_layer(request, name, observer, block, states, call, result.notes)

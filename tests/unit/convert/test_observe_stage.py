@@ -20,7 +20,7 @@ REQUEST = CacheRequest(KVScheme.of("k4v2", "static"))
 
 
 def observed(layer: Any, result: BlockResult, names: Any = None, **changes: Any) -> list[InputGroup]:
-    given: dict[str, Any] = dict(original=[], crossed=False, guide=None, cache=None)
+    given: dict[str, Any] = dict(original=[], crossed=False, correlations=True, guide=None, cache=None)
     states = list(layer.states.split(3))
     call = changes.pop("call", None) or layer.call
     return observe_block(
