@@ -79,11 +79,7 @@ def observe(
     cache = _ObservingCache(kv) if kv is not None else None
     of_experts = expert_linears(block)
     few = 0 if correlations else sum(state.shape[0] * state.shape[1] for state in states)
-    found: list[Hessian | InputRoot] = []
-    for names, linear in zip(groups, firsts, strict=True):
-        width: int = linear.in_features  # type: ignore[assignment]
-        kept = 0 < few <= width and names[0] not in of_experts
-        found.append((InputRoot if kept else Hessian)(width, device))
+    found = [_empty(linear, 0 if names[0] in of_experts else few) for names, linear in zip(groups, firsts, strict=True)]
     observer = _Observer(found, cache)
     paired = {i: linear for i, linear in enumerate(firsts) if cross and groups[i][0] not in of_experts}
     usual = call if cache is None else with_cache(block, call, cache)
@@ -102,6 +98,12 @@ def observe(
     if cache is not None and not cache.called:
         raise UnsupportedModel(f"{type(block).__name__}: never hands its keys and values to the cache.")
     return found
+
+
+def _empty(linear: nn.Module, few: int) -> Hessian | InputRoot:
+    """Return statistics of a linear's input: itself, where ``few`` (0: any number) tokens are no more than inputs."""
+    width: int = linear.in_features  # type: ignore[assignment]
+    return (InputRoot if 0 < few <= width else Hessian)(width, device_of(linear))
 
 
 class _Observer:
