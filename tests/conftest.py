@@ -18,10 +18,12 @@ def signals_as_they_were() -> Iterator[None]:
 
     An interrupt that nobody cleared would be raised by the next test that asks: the test that left it fails instead.
     """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     hook = sys.unraisablehook
+    for number, handler in own.items():  # before, too: a fixture of a module may have run the program
+        signal.signal(number, handler)
     yield
-    for number, handler in before.items():
+    for number, handler in own.items():
         signal.signal(number, handler)
     sys.unraisablehook = hook
     left = interrupt.was_interrupted()

@@ -39,6 +39,9 @@ class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only sinc
             ) from None
 
 
+WORTH_SAYING = 30.0  # seconds: a shorter conversion is not announced
+
+
 def _normalize(token: str) -> str:
     """Underscores are hyphens, and an option's former name is its name of today."""
     name = token.replace("_", "-")
@@ -295,6 +298,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     """
     from quantkit.convert import api
     from quantkit.convert.plan.plan import Plan
+    from quantkit.core.host import time_text
 
     started = time.perf_counter()
     typed = _typed({**given, "format": format_})
@@ -305,7 +309,8 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
         return
     planned.raise_problems()
     repacking = not isinstance(planned, Plan)
-    if not as_json and not repacking:
+    if not as_json and isinstance(planned, Plan) and planned.seconds > WORTH_SAYING:
+        print_lines(f"This takes {time_text(planned.seconds)} here, within a factor of two.", err=True)
         for warning in planned.warnings:
             print_lines(f"note: {warning}", err=True)
     with bar() as listen:

@@ -164,6 +164,7 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.5g}")
 
 
+SIGN_STEP_TOKENS = 2048  # that a step of tuning learns from: half as many steps of these beat twice as many of 1024
 WINDOWS, TOKENS = 8, 512  # of calibration text that sensitivity is measured on
 
 

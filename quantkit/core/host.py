@@ -118,6 +118,13 @@ def size_text(size: int) -> str:
     return f"{size / 1e3:.0f} kB"
 
 
+def time_text(seconds: float) -> str:
+    """Write a duration for people: ``about 40 s``, ``about 12 min``, ``about 3.5 h``."""
+    if seconds < 90:
+        return f"about {max(10, round(seconds, -1)):.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 5400 else f"about {seconds / 3600:.1f} h"
+
+
 def choose_device(device: str | torch.device) -> torch.device:
     """Resolve "auto". Raises RequestError for a device that is unknown or not there."""
     if device == "auto":

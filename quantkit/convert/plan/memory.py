@@ -211,7 +211,7 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     if away:  # codes, and what is packed of them
         phases["solve"] = held + 3 * sizes.largest_group
     else:
-        factor = 5 * square if sizes.correlations else square
+        factor = 4 * square if sizes.correlations else square
         phases["solve"] = held + factor + 9 * sizes.largest_group * f32
     return phases
 

@@ -23,6 +23,7 @@ from quantkit.convert.plan.bit_budget import BitBudget, cache_bytes, plan_bit_bu
 from quantkit.convert.plan.calibration_text import read_inputs, too_few_tokens, unread_text, unused_windows
 from quantkit.convert.plan.carried import carried
 from quantkit.convert.plan.column_loops import column_loops, load_searches
+from quantkit.convert.plan.duration import Work, count_work, measure_speed
 from quantkit.convert.plan.inputs import Inputs
 from quantkit.convert.plan.memory import Prediction, check_device, predict
 from quantkit.convert.plan.memory_inputs import count_sizes, plain_bytes, whole_bytes, with_sensitivity
@@ -81,8 +82,14 @@ class Plan:
     # the bit budget, None without one; the schemes of its units in ``targets`` are provisional
     budget: BitBudget | None
     prediction: Prediction
+    work: Work
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Predict the seconds that the conversion takes on its device, whose speed is measured once in a process."""
+        return self.work.seconds(measure_speed(self.device, self.matmul_precision or "float32"))
 
     @property
     def stores_cache_scales(self) -> bool:
@@ -159,7 +166,9 @@ def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
     return Plan(
         options=options, source=source, format=form, model=model, blocks=blocks, weights=weights, tokenizer=tokenizer,
         device=device, loops=loops, inputs=inputs, targets=chosen.chosen, unquantized=unquantized, rewritten=rewritten,
-        budget=budget, prediction=prediction, problems=tuple(problems), warnings=tuple(warnings),
+        budget=budget, prediction=prediction,
+        work=count_work(options, model, blocks, chosen.chosen, inputs), problems=tuple(problems),
+        warnings=tuple(warnings),
     )  # fmt: skip
 
 

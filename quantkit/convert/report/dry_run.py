@@ -11,9 +11,8 @@ from quantkit.convert.options.options import method_words
 from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.targets import head_embeddings
 from quantkit.convert.report.left_at_16_bit import LeftOut, left_at_16_bit
-from quantkit.convert.results import TOKENS, WINDOWS
-from quantkit.convert.stages.tune import SIGN_STEP_TOKENS
-from quantkit.core.host import size_text
+from quantkit.convert.results import SIGN_STEP_TOKENS, TOKENS, WINDOWS
+from quantkit.core.host import size_text, time_text
 
 
 def describe(plan: Plan) -> str:
@@ -32,6 +31,7 @@ def describe(plan: Plan) -> str:
             f"  needs     host {size_text(need.host)}, device {size_text(need.device)}, disk {size_text(need.disk)}"
             f" while running; output {size_text(need.output)}"
         ),
+        f"  takes     {time_text(plan.seconds)} here (within a factor of two)",
     ]
     verdicts = _verdicts(plan)
     if plan.budget is None:
@@ -105,6 +105,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "preset": plan.options.preset,
         "options": plan.options.for_manifest(),
         **plan.prediction.to_json(),
+        "seconds": round(plan.seconds, 1),
         "phases": plan.prediction.phases,
         "products": plan.matmul_precision,
         "allocation": None if plan.budget is None else plan.budget.to_json(),

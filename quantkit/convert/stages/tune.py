@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from quantkit.algorithms.tune import Tuned, TuneOptions, tune
 from quantkit.calibrate.matmul_precision import model_runs
 from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.results import SIGN_STEP_TOKENS
 from quantkit.core.qtensor import QuantTensor
 from quantkit.model.arguments import BlockArguments
 from quantkit.model.stepper import forward_block, given, gradients_in_order
-
-SIGN_STEP_TOKENS = 2048  # that a step learns from: half as many steps of these beat twice as many of 1024
 
 
 @dataclass(frozen=True)
