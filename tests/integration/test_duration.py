@@ -56,7 +56,7 @@ def test_a_method_that_reads_nothing_multiplies_nothing(
 def test_learning_takes_longer_than_rounding(tiny_original: Path, calibration_text: Path, tmp_path: Path) -> None:
     products = [
         work(tiny_original, tmp_path / "out", calibration_text, **options).products
-        for options in ({"method": "smooth"}, {"method": "gptq"}, {"method": "tune", "tune_steps": 20})
+        for options in ({"method": "rtn"}, {"method": "gptq"}, {"method": "tune", "tune_steps": 20})
     ]
     assert products == sorted(products)
     assert products[1] > products[0]
