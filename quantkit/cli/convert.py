@@ -309,8 +309,9 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
         return
     planned.raise_problems()
     repacking = not isinstance(planned, Plan)
-    if not as_json and isinstance(planned, Plan) and planned.seconds > WORTH_SAYING:
-        print_lines(f"This takes {time_text(planned.seconds)} here, within a factor of two.", err=True)
+    if not as_json and isinstance(planned, Plan):
+        if planned.seconds > WORTH_SAYING:
+            print_lines(f"This takes {time_text(planned.seconds)} here, within a factor of two.", err=True)
         for warning in planned.warnings:
             print_lines(f"note: {warning}", err=True)
     with bar() as listen:

@@ -30,7 +30,8 @@ def owned(value: Tensor) -> View:
 def map_bytes(file: Path, begin: int, size: int) -> tuple[Tensor, Callable[[], None]]:
     """Return ``size`` bytes of a file as uint8 ``[size]``, and what gives their pages back to the system.
 
-    The mapping ends with the last tensor that looks at it. The file must keep its length: a page behind its end kills
+    The mapping ends with the last tensor that looks at it,
+    and holds an open file until then. The file must keep its length: a page behind its end kills
     the process that reads it.
 
     Raises OSError for a file that cannot be read, or ends too soon.

@@ -110,3 +110,10 @@ def test_a_row_has_the_same_scales_alone_and_among_others() -> None:
         alone, zero = affine.searched_params(weight[row : row + 1], scheme, steps=5)
         assert torch.equal(alone[0], scales[row])
         assert torch.equal(zero[0], zeros[row])
+
+
+def test_a_matrix_without_rows_has_no_scales() -> None:
+    scales, zeros = affine.searched_params(torch.zeros(0, 64), Scheme(4, 32, False))
+    assert scales.shape == (0, 2)
+    assert zeros is not None
+    assert zeros.shape == (0, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,7 +194,7 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     if away:  # torch rounds pinned blocks up to a power of two
         states = _pinned(states, batch * sizes.hidden * f32)
     statistics = 0 if away or not sizes.calibrated else _statistics(sizes, 8)
-    wide = max((w for w in sizes.widths if w not in sizes.roots), default=0)
+    wide = max(Counter(sizes.widths) - Counter(sizes.roots), default=0)
     square = 0 if away or not sizes.calibrated else wide * wide * 8
     held = states + statistics + (sizes.largest_parameter if away else sizes.block) * f32
     phases = {}

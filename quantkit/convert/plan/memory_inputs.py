@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ from quantkit.model.language import output_embeddings, text_config
 from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.skeleton import Blocks, block_linears, widest_input
 from quantkit.model.weights import Weights, before_blocks, outside_blocks
+from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.layers.head import NARROW
 
 # copies of the searched rows in one trial: scaled, codes, dequantized, error and what the search for ranges holds
@@ -88,6 +89,7 @@ def count_sizes(
     packed = sum(target_bytes(form, target) for target in targets.values())
     infos = [weights.source.info(name) for name in plain]
     config = text_config(weights.model)
+    vocabulary = int(getattr(config, "vocab_size", 0) or 0)
     before = before_blocks(weights, blocks)
     return Sizes(
         before_blocks=sum(weights.tensor(name).numel() for name in before),
@@ -108,7 +110,9 @@ def count_sizes(
         seq_len=options.seq_len,
         plain_bytes=plain_bytes(weights, plain, split),
         packed_bytes=packed,
-        packed_model=packed_model(infos, packed, [t.out_features * t.in_features for t in targets.values()]),
+        packed_model=packed_model(
+            infos, packed, [t.out_features * t.in_features for t in targets.values()], vocabulary
+        ),
         kernels=kernel_bytes(),
         calibrated=windows is not None,
         correlations=options.correlations,
@@ -195,12 +199,12 @@ def whole_bytes(weights: Weights, options: ConvertOptions) -> int:
     return self_calibration.model_and_cache_bytes(text_config(weights.model), count, options)
 
 
-def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int]) -> int:
+def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int], vocabulary: int) -> int:
     """Return the bytes of the written model in memory.
 
     With compiled kernels: packed weights (2 and 3 bits are held in 4, 5 to 7 in 8), head and embedding in 16 bits of
-    which those of the embedding stay in the file, or the head in 8 beside narrow weights (``runtime.layers.head``),
-    and the head's codes a second time, or a matrix and its words, while they are packed.
+    which those of the embedding stay in the file, or the head in 8 beside narrow weights (``runtime.layers.head``), the
+    rest in float32, and the head's codes a second time, or a matrix and its words, while they are packed.
 
     Else the rest in float32, and the largest tensor while it is loaded: as stored and its mask, or its codes and the
     temporaries of packing them.
@@ -208,14 +212,17 @@ def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int
     infos: the tensors in 16 bit.
     packed: bytes of the quantized weights.
     weights: element counts of the quantized weights.
+    vocabulary: rows of head and embedding.
     """
     dense = [info.nbytes // info.dtype.itemsize for info in infos]
     largest, bits = max(dense, default=0), 8 * packed / max(sum(weights), 1)
-    if importlib.util.find_spec("numba") is None:
+    if not threads.available():
         return 4 * sum(dense) + 2 * packed + max(3 * largest, 10 * max(weights, default=0))
+    outer = sum(prod(info.shape) for info in infos if len(info.shape) == 2 and info.shape[0] >= vocabulary > 0)
     beside = 1.1 if bits <= NARROW + 0.5 else 2.0
-    held = (1.1 if bits >= 4 else 2.0) * packed
-    return int(beside * sum(dense) + held + max(largest, 2 * max(weights, default=0)))
+    widened = 2.0 if bits < 4 else 1.7 if 4.8 < bits < 7.9 else 1.1
+    temporary = max(largest, 2 * max(weights, default=0))
+    return int(beside * outer + 4 * (sum(dense) - outer) + widened * packed + temporary)
 
 
 def _head_embedding_bytes(weights: Weights, target: Target) -> int:

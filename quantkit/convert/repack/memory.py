@@ -31,7 +31,7 @@ class RepackNeed:
 
 
 def predict_repack(
-    copied: Sequence[TensorInfo], packed: int, shapes: Sequence[tuple[int, int]], calibrating: int
+    copied: Sequence[TensorInfo], packed: int, shapes: Sequence[tuple[int, int]], calibrating: int, vocabulary: int
 ) -> RepackNeed:
     """Predict the host memory at the peak.
 
@@ -39,13 +39,14 @@ def predict_repack(
     packed: bytes of all quantized modules, as they are written.
     shapes: of each quantized module.
     calibrating: bytes that the calibration of the KV cache takes, or 0.
+    vocabulary: rows of head and embedding.
     """
     largest = max((info.nbytes for info in copied), default=0)
     widest = max((rows * columns for rows, columns in shapes), default=0)
     # codes as bytes, twice, and the widened integers that packing and unpacking work on; or a plain tensor three times
     libraries = 0 if "transformers" in sys.modules else LIBRARIES
     working = 2 * PART_BYTES + max(3 * largest, 14 * widest)
-    whole = packed_model(copied, packed, [rows * columns for rows, columns in shapes]) + kernel_bytes()
+    whole = packed_model(copied, packed, [rows * columns for rows, columns in shapes], vocabulary) + kernel_bytes()
     generates = whole <= max(GENERATE_BYTES, working)
     host = max(peak_rss(), current_rss() + libraries + max(working, whole if generates else 0, calibrating))
     return RepackNeed(host, generates)

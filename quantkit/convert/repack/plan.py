@@ -136,7 +136,9 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     shapes = {name: reader.shape(name) for name in integers}
     copied = [source.info(name) for name in plain]
     packed = sum(form.stored_bytes(scheme, *shapes[name]) for name, scheme in integers.items())
-    need = predict_repack(copied, packed, list(shapes.values()), 0 if cache is None else cache.host)
+    need = predict_repack(
+        copied, packed, list(shapes.values()), 0 if cache is None else cache.host, _vocabulary(source)
+    )
     output = packed + sum(info.nbytes for info in copied)
     refused = _refused(reader, form, layout, schemes, shapes)
     return RepackPlan(
@@ -277,6 +279,13 @@ def head_or_embedding(name: str) -> str | None:
     if local in ("lm_head", "embed_out"):
         return "head"
     return "embedding" if local in ("embed_tokens", "embed_in", "wte", "word_embeddings") else None
+
+
+def _vocabulary(source: Source) -> int:
+    """Return the rows of head and embedding that a config names, 0 if it names none."""
+    config = source.config
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else 0
 
 
 def _plain(reader: QuantizedReader, structure: Structure | str) -> tuple[list[str], list[str], list[str]]:

@@ -115,11 +115,12 @@ class Student:
         The temporaries of a vocabulary's rows would be three times as large.
         """
         q = self._quantized(target.parameter)
-        weight = torch.empty(q.codes.shape, device=q.codes.device)
+        codes = q.codes
+        weight = torch.empty(codes.shape, device=codes.device)
         for rows in torch.arange(len(weight)).split(max(1, CHUNK // weight.shape[1])):
             part = slice(int(rows[0]), int(rows[-1]) + 1)
             zeros = None if q.zeros is None else q.zeros[part]
-            weight[part] = affine.dequantize(q.codes[part], q.scales[part], zeros, q.scheme)
+            weight[part] = affine.dequantize(codes[part], q.scales[part], zeros, q.scheme)
         return weight
 
     def round_(self) -> None:
@@ -180,7 +181,8 @@ class Student:
         target = self.targets[name]
         local = {n.removeprefix(f"{target.name}."): n for n in self.writer.entries if n.startswith(f"{target.name}.")}
         parts = {part: self.writer.read(full) for part, full in local.items()}
-        return self.written.format.decode(parts, target.scheme).to(self.written.device)
+        q = self.written.format.decode(parts, target.scheme).to(self.written.device)
+        return QuantTensor(q.codes, q.scales, q.zeros, q.scheme)  # unpacked once, not at every step
 
     def _plain(self, name: str) -> Tensor:
         stored = self.written.weights.names[name]

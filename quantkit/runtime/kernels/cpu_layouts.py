@@ -154,10 +154,13 @@ class HalfWeight(PackedWeight):
     layout = "half"
     weight: Tensor
 
-    def __init__(self, weight: Tensor, forget: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, weight: Tensor, forget: Callable[[], None] | None = None) -> None:
         super().__init__(*weight.shape)
         self.register_buffer("weight", weight.contiguous())
         self.forget = forget
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "forget": None}  # a pickled one is in no file
 
     @staticmethod
     def dtype_of(weight: Tensor) -> torch.dtype | None:

@@ -77,8 +77,9 @@ class Int4Weight(PackedWeight):
         zeros = None if q.zeros is None else q.zeros[:, group_of].T.to(torch.uint8).contiguous()
         self.register_buffer("zero", zeros)
         first = 0
+        every = q.codes
         for index, (start, stop, group) in enumerate(splits):
-            codes = q.codes[:, start:stop].to(torch.int32).contiguous()
+            codes = every[:, start:stop].to(torch.int32).contiguous()
             self.register_buffer(f"packed_{index}", torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
             last = first + (stop - start) // group
             scale = self.scale[first:last].float()

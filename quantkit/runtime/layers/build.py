@@ -20,10 +20,11 @@ from quantkit.formats.reader import QuantizedReader
 from quantkit.model.linears.transposed import TransposedLinear
 from quantkit.model.naming import Naming
 from quantkit.model.weights import Weights, tied_parameters
+from quantkit.runtime.kernels.cpu_layouts import planar_fits
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kernels.reference import PackedWeight
 from quantkit.runtime.layers.embedding import QuantEmbedding
-from quantkit.runtime.layers.linear import QuantLinear, pack
+from quantkit.runtime.layers.linear import NUMBA, QuantLinear, pack
 from quantkit.runtime.layers.sixteen_bit import hold_16_bit
 
 # Unpacking leaves holes in the heap: 350 MB for SmolLM2-135M if nothing is done. Trimmed after this many weights.
@@ -111,8 +112,15 @@ def load_packed(
     """
 
     def read(stored: str, name: str) -> PackedWeight:
-        value = read_module(source, reader, stored, _shape(module.get_submodule(name)), view=True)
+        shape = _shape(module.get_submodule(name))
+        value = read_module(source, reader, stored, shape, view=planar(reader.scheme(stored), shape[1]))
         return pack(value, device=device, kernel=kernel)
+
+    def planar(scheme: Scheme | str, in_features: int) -> bool:
+        """Whether the layout copies all it keeps: a view that is kept holds an open file, of which there are few."""
+        if device.type != "cpu" or kernel not in (None, *NUMBA) or not isinstance(scheme, Scheme):
+            return False
+        return scheme.activations is None and planar_fits(scheme, in_features)
 
     unpacked = 0
     for name, packed in zip(module_names.values(), _several(read, module_names.items(), device), strict=True):

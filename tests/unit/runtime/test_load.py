@@ -237,3 +237,17 @@ def test_the_default_dtype_of_a_cpu_is_that_of_its_fastest_path(
     assert choose_dtype("auto", torch.device("cpu"), compiled=True) == expected
     assert choose_dtype("auto", torch.device("cpu")) == (torch.bfloat16 if multiplies_bf16 else torch.float32)
     assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("kernel", [None, "reference"])
+def test_a_loaded_model_holds_no_open_files_but_those_of_head_and_embedding(
+    packed_folder: Folder, kernel: str | None
+) -> None:
+    """A view of a mapped file is an open file: a layer that kept some would come to a limit of 1024 of them."""
+    folder, open_files = packed_folder("llama"), Path("/proc/self/fd")
+    if not open_files.exists():
+        pytest.skip("this system does not list open files")
+    before = len(list(open_files.iterdir()))
+    model = load(folder, device="cpu", kernel=kernel)
+    assert len(list(open_files.iterdir())) <= before + 2
+    assert model(IDS[:, :4]).isfinite().all()

@@ -1,8 +1,8 @@
 """The search for scales and zero points of groups, compiled by numba for a CPU.
 
-Twins of ``core.affine.search_rows`` and of ``algorithms.hqq``'s search. torch makes a dozen passes over the weights for
-each of up to 70 candidates; here LANES rows of one group stay in the first cache through all of them. The operations
-and their order are torch's (IEEE division, rounding to even, sums by ``affine.group_sum``'s halves, no fused
+Twins of ``core.affine.searched_params`` and of ``algorithms.hqq``'s search. torch makes a dozen passes over the weights
+for each of up to 70 candidates; here LANES rows of one group stay in the first cache through all of them. The
+operations and their order are torch's (IEEE division, rounding to even, sums by ``affine.group_sum``'s halves, no fused
 multiply-add), so the scales are those of torch, whether numba is installed or not, and those of any processor.
 
 Floor: per weight and candidate one division, which takes about as long as the other nine operations together.
@@ -304,6 +304,8 @@ def _in_shares(
     rows, levels = weight.shape[0], 1 << kind["bits"]
     scales, zeros = torch.empty(rows, weight.shape[1] // width), torch.empty(rows, weight.shape[1] // width)
     largest = F(65504.0 if kind["half"] else torch.finfo(torch.bfloat16).max)
+    if not rows:
+        return scales, zeros
     given = (width, F(levels - 1), F(levels // 2), not kind["symmetric"], kind["half"], F(kind["smallest"]), largest)
     arrays = [each.detach().contiguous().numpy() for each in (weight, gain)]
     out = (scales.numpy(), zeros.numpy())

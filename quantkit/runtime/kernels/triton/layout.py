@@ -196,8 +196,9 @@ class TritonWeight(PackedWeight):
         row_bytes = self.span * bits // 8
         bricks = torch.empty(self.row_blocks, self.k_bricks, ROWS, row_bytes, dtype=torch.uint8, device=device)
         step = max(1, (1 << 24) // (ROWS * self.in_features))  # row blocks at a time: temporaries of some 50 MB
+        codes = q.codes  # unpacked once, where the file's words are held
         for first in range(0, self.row_blocks, step):
-            part = q.codes[first * ROWS : (first + step) * ROWS].to(device)
+            part = codes[first * ROWS : (first + step) * ROWS].to(device)
             if self.table:
                 part = torch.tensor(RENAMED[self.table], dtype=torch.uint8, device=device)[part.long()]
             blocks = math.ceil(len(part) / ROWS)
