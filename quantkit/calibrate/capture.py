@@ -157,7 +157,7 @@ def with_cache(block: nn.Module, call: BlockArguments, cache: Any) -> BlockArgum
 
     Raises UnsupportedModel if the block takes none.
     """
-    taken = next((key for key in ("past_key_values", "layer_past") if key in call.kwargs), None)
+    taken = next((key for key in ("cache", "past_key_values", "layer_past") if key in call.kwargs), None)
     if taken is None:
         raise UnsupportedModel(f"{type(block).__name__}: takes no past_key_values; its KV cache cannot be calibrated.")
     return dataclasses.replace(call, kwargs={**call.kwargs, taken: cache})

@@ -136,9 +136,7 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     shapes = {name: reader.shape(name) for name in integers}
     copied = [source.info(name) for name in plain]
     packed = sum(form.stored_bytes(scheme, *shapes[name]) for name, scheme in integers.items())
-    need = predict_repack(
-        copied, packed, list(shapes.values()), 0 if cache is None else cache.host, _vocabulary(source)
-    )
+    need = predict_repack(copied, packed, [*shapes.values()], cache.host if cache else 0, _vocabulary(source))
     output = packed + sum(info.nbytes for info in copied)
     refused = _refused(reader, form, layout, schemes, shapes)
     return RepackPlan(

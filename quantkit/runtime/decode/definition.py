@@ -53,7 +53,7 @@ def definition_step(
     mask = None
     if int(lengths.min()) < longest:
         mask = (torch.arange(longest, device=ids.device) >= longest - lengths).long()
-    given = {"attention_mask": mask, "position_ids": position, "past_key_values": cache, "cache_params": cache}
+    given = {"attention_mask": mask, "position_ids": position, **dict.fromkeys(CACHE_NAMES, cache)}
     body = trunk(module)
     kind: Any = type(body)
     taken = _taken(kind) - (frozenset() if paged.positions else {"position_ids", "attention_mask"})
@@ -75,6 +75,10 @@ def _images(beside: Mapping[str, Tensor], taken: frozenset[str], module: Any) ->
     return beside
 
 
+# what a model's forward calls its cache: since transformers 5.24, before, and for state spaces
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
 @lru_cache(maxsize=64)
 def _taken(kind: Any) -> frozenset[str]:
     """Return the arguments that a model's forward names: state spaces know no positions, and name the cache otherwise.
@@ -84,5 +88,6 @@ def _taken(kind: Any) -> frozenset[str]:
     parameters = inspect.signature(kind.forward).parameters
     on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if on and "cache_params" not in parameters:  # a wrapper that hands everything on
-        return frozenset({*parameters, "position_ids", "attention_mask", "past_key_values"})
+        usual = set() if "cache" in parameters else {"past_key_values"}
+        return frozenset({*parameters, "position_ids", "attention_mask", *usual})
     return frozenset(parameters)

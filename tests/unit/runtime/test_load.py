@@ -244,7 +244,7 @@ def test_a_loaded_model_holds_no_open_files_but_those_of_head_and_embedding(
     packed_folder: Folder, kernel: str | None
 ) -> None:
     """A view of a mapped file is an open file: a layer that kept some would come to a limit of 1024 of them."""
-    folder, open_files = packed_folder("llama"), Path("/proc/self/fd")
+    folder, open_files = packed_folder("llama", Scheme(4, 32)), Path("/proc/self/fd")
     if not open_files.exists():
         pytest.skip("this system does not list open files")
     before = len(list(open_files.iterdir()))
