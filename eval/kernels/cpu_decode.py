@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import gc
+import inspect
 import json
 import os
 import shlex
@@ -99,6 +100,8 @@ def module_of(ref: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 
 def transformers_engine(ref: str, dtype: torch.dtype) -> Engine:
     module, _ = module_of(ref, dtype)
+    known = inspect.signature(type(module).forward).parameters
+    cache = "cache" if "cache" in known else "past_key_values"  # since transformers 5.24, and before
 
     @torch.inference_mode()
     def decode(prompt: list[int], new: int) -> tuple[float, float]:
@@ -107,7 +110,7 @@ def transformers_engine(ref: str, dtype: torch.dtype) -> Engine:
         token = int(out.logits[0, -1].argmax())
         first = time.perf_counter()
         for _ in range(new - 1):
-            out = module(input_ids=torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+            out = module(input_ids=torch.tensor([[token]]), use_cache=True, **{cache: getattr(out, cache)})
             token = int(out.logits[0, -1].argmax())
         return first - start, time.perf_counter() - first
 

@@ -7,6 +7,7 @@ head.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import resource
 import time
@@ -48,11 +49,14 @@ def main() -> None:
     logging.disable_progress_bar()
 
     model = AutoModelForCausalLM.from_pretrained(args.source, dtype=torch.float32).eval()
+    # transformers 5.24 calls it "cache"
+    known = inspect.signature(type(model.base_model).forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"
     rows, begun = [], time.perf_counter()
     for ids in load_file(args.tokens)["input_ids"]:
         cache = new_cache(args, model.config)
         parts = [
-            model.base_model(input_ids=part[None], past_key_values=cache, use_cache=True).last_hidden_state
+            model.base_model(input_ids=part[None], use_cache=True, **{name: cache}).last_hidden_state
             for part in ids.split(CHUNK)
         ]
         rows.append(torch.cat(parts, 1)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,10 @@ def test_kivi_answers_like_a_cache_of_transformers(kivi: Any) -> None:
     with torch.inference_mode():
         whole = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         cache = kivi.kivi_cache(2, bits=2)
+        known = inspect.signature(type(model.base_model).forward).parameters
+        name = "cache" if "cache" in known else "past_key_values"  # since transformers 5.24, and before
         parts = [
-            model.base_model(input_ids=part, past_key_values=cache, use_cache=True).last_hidden_state
+            model.base_model(input_ids=part, use_cache=True, **{name: cache}).last_hidden_state
             for part in ids.split(64, 1)
         ]
     found = torch.cat(parts, 1)
