@@ -298,7 +298,6 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     """
     from quantkit.convert import api
     from quantkit.convert.plan.plan import Plan
-    from quantkit.core.host import time_text
 
     started = time.perf_counter()
     typed = _typed({**given, "format": format_})
@@ -311,7 +310,7 @@ def command(source: str, out: Path, format_: str, dry_run: bool, as_json: bool, 
     repacking = not isinstance(planned, Plan)
     if not as_json and isinstance(planned, Plan):
         if planned.seconds > WORTH_SAYING:
-            print_lines(f"This takes {time_text(planned.seconds)} here, within a factor of two.", err=True)
+            print_lines(f"This takes {planned.duration_words()}.", err=True)
         for warning in planned.warnings:
             print_lines(f"note: {warning}", err=True)
     with bar() as listen:

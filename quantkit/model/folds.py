@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,34 +76,35 @@ def apply_fold(block: nn.Module, fold: Fold, factors: Tensor) -> None:
 
     factors: float ``[channels]``, positive.
     """
-    for param in block.get_submodule(fold.producer).parameters(recurse=False):
-        s, offset = _divisors(block, fold, factors, param)
-        if len(fold.rows) == len(param) and torch.equal(fold.rows, torch.arange(len(param), device=fold.rows.device)):
-            param.add_(offset).div_(s).sub_(offset)
-        else:
-            param[fold.rows] = (param[fold.rows] + offset) / s - offset
-    for name in fold.consumers:
-        weight = block.get_parameter(f"{name}.weight")
-        weight.mul_(fold.columns(name, factors).to(weight.dtype))
+    for _, param, scale in _changes(block, fold, factors):
+        scale(param)
 
 
 @torch.no_grad()
 def scaled_parameters(block: nn.Module, fold: Fold, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Compute what ``apply_fold`` makes of each parameter, by local name, one at a time; the block is left as it is."""
-    for name, param in block.get_submodule(fold.producer).named_parameters(recurse=False):
-        s, offset = _divisors(block, fold, factors, param)
+    for name, param, scale in _changes(block, fold, factors):
         value = param.clone()
-        value[fold.rows] = (param[fold.rows] + offset) / s - offset
-        yield f"{fold.producer}.{name}", value
+        scale(value)
+        yield name, value
+
+
+def _changes(block: nn.Module, fold: Fold, factors: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], None]]]:
+    """Yield every parameter of a fold: its local name, itself, and what scales such a tensor in place."""
+
+    def divide(value: Tensor, offset: float) -> None:
+        s = factors.to(value.dtype).reshape(-1, *[1] * (value.dim() - 1))
+        if torch.equal(fold.rows, torch.arange(len(value), device=fold.rows.device)):  # all: no second copy
+            value.add_(offset).div_(s).sub_(offset)
+        else:
+            value[fold.rows] = (value[fold.rows] + offset) / s - offset
+
+    for name, param in block.get_submodule(fold.producer).named_parameters(recurse=False):
+        yield f"{fold.producer}.{name}", param, partial(divide, offset=fold.offset if name == "weight" else 0.0)
     for name in fold.consumers:
         weight = block.get_parameter(f"{name}.weight")
-        yield f"{name}.weight", weight * fold.columns(name, factors).to(weight.dtype)
-
-
-def _divisors(block: nn.Module, fold: Fold, factors: Tensor, param: Tensor) -> tuple[Tensor, float]:
-    """Return what a producer's parameter is divided by, and what is added to it meanwhile."""
-    is_weight = param is getattr(block.get_submodule(fold.producer), "weight", None)
-    return factors.to(param.dtype).reshape(-1, *[1] * (param.dim() - 1)), fold.offset if is_weight else 0.0
+        columns = fold.columns(name, factors).to(weight.dtype)
+        yield f"{name}.weight", weight, lambda value, columns=columns: value.mul_(columns)  # type: ignore[misc]
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from quantkit.convert.plan.memory import Prediction, check_device, predict
 from quantkit.convert.plan.memory_inputs import count_sizes, plain_bytes, whole_bytes, with_sensitivity
 from quantkit.convert.plan.paths import check_paths, check_room, leftovers, refuse_busy, resumed_note
 from quantkit.convert.plan.targets import Target, Targets, choose_targets, second_copy
-from quantkit.core.host import choose_device, size_text
+from quantkit.core.host import choose_device, size_text, time_text
 from quantkit.errors import RequestError
 from quantkit.formats import writer_format
 from quantkit.formats.interface import Format
@@ -90,6 +90,11 @@ class Plan:
     def seconds(self) -> float:
         """Predict the seconds that the conversion takes on its device, whose speed is measured once in a process."""
         return self.work.seconds(measure_speed(self.device, self.matmul_precision or "float32"))
+
+    def duration_words(self) -> str:
+        """Return how long it takes, in words: the count was fitted to CPUs, and tried on no GPU."""
+        trust = "within a factor of two" if self.device.type == "cpu" else "reckoned: no GPU was measured"
+        return f"{time_text(self.seconds)} here ({trust})"
 
     @property
     def stores_cache_scales(self) -> bool:

@@ -12,7 +12,7 @@ from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.targets import head_embeddings
 from quantkit.convert.report.left_at_16_bit import LeftOut, left_at_16_bit
 from quantkit.convert.results import SIGN_STEP_TOKENS, TOKENS, WINDOWS
-from quantkit.core.host import size_text, time_text
+from quantkit.core.host import size_text
 
 
 def describe(plan: Plan) -> str:
@@ -31,7 +31,7 @@ def describe(plan: Plan) -> str:
             f"  needs     host {size_text(need.host)}, device {size_text(need.device)}, disk {size_text(need.disk)}"
             f" while running; output {size_text(need.output)}"
         ),
-        f"  takes     {time_text(plan.seconds)} here (within a factor of two)",
+        f"  takes     {plan.duration_words()}",
     ]
     verdicts = _verdicts(plan)
     if plan.budget is None:

@@ -10,7 +10,7 @@ Floor: per weight and candidate one division, which takes about as long as the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -178,33 +178,8 @@ def _load(weight, gain, first, begin, tile, gains, low, high, width):
 
 
 @jit
-def _search(weight, gain, sides, width, top, middle, asymmetric, half, smallest, largest, scales, zeros, first, last):
-    tile, gains, space = np.empty((width, LANES), F), np.empty((width, LANES), F), np.empty((width, LANES), F)
-    low, high, least, most = np.empty(LANES, F), np.empty(LANES, F), np.empty(LANES, F), np.empty(LANES, F)
-    scale, zero, error = np.empty(LANES, F), np.zeros(LANES, F), np.empty(LANES, F)
-    best, best_scale, best_zero = np.empty(LANES, F), np.empty(LANES, F), np.zeros(LANES, F)
-    over = np.empty(LANES, F)
-    for row in range(first, last, LANES):
-        for group in range(scales.shape[1]):
-            _load(weight, gain, row, group * width, tile, gains, low, high, width)
-            best[:] = INFINITE
-            for side in range(len(sides)):
-                left, right = sides[side, 0], sides[side, 1]
-                _from_range(low, high, left, right, top, middle, asymmetric, half, smallest, scale, zero)
-                _bounds(least, most, top, zero, asymmetric, middle)
-                _error(tile, gains, scale, least, most, space, width, error)
-                if side == 0:
-                    best[:], best_scale[:], best_zero[:] = error, scale, zero
-                    _too_large(scale, largest, over)
-                else:
-                    _keep(error, scale, zero, best, best_scale, best_zero)
-            for r in range(min(LANES, last - row)):
-                scales[row + r, group], zeros[row + r, group] = best_scale[r] + over[r], best_zero[r]
-
-
-@jit
-def _search_hqq(
-    weight, gain, shrinks, fits, beta, iterations, width, top, middle, asymmetric, half, smallest, largest, scales,
+def _search(
+    weight, gain, sides, fits, beta, iterations, width, top, middle, asymmetric, half, smallest, largest, scales,
     zeros, first, last,
 ):  # fmt: skip
     tile, gains, space = np.empty((width, LANES), F), np.empty((width, LANES), F), np.empty((width, LANES), F)
@@ -216,17 +191,17 @@ def _search_hqq(
     for row in range(first, last, LANES):
         for group in range(scales.shape[1]):
             _load(weight, gain, row, group * width, tile, gains, low, high, width)
-            for index in range(len(shrinks)):
-                shrink = shrinks[index]
-                _from_range(low, high, shrink, shrink, top, middle, asymmetric, half, smallest, scale, zero)
+            for side in range(len(sides)):
+                left, right = sides[side, 0], sides[side, 1]
+                _from_range(low, high, left, right, top, middle, asymmetric, half, smallest, scale, zero)
                 _bounds(least, most, top, zero, asymmetric, middle)
                 _error(tile, gains, scale, least, most, space, width, error)
-                if index == 0:
+                if side == 0:
                     best[:], best_scale[:], best_zero[:] = error, scale, zero
                     _too_large(scale, largest, over)
                 else:
                     _keep(error, scale, zero, best, best_scale, best_zero)
-            if asymmetric:
+            if asymmetric and iterations:
                 for r in range(LANES):
                     scale[r] = (high[r] - low[r]) / top
                 _stored(scale, half, smallest, scale)
@@ -260,9 +235,8 @@ def takes(width: int, in_features: int) -> bool:
 
 @cache
 def load() -> None:
-    """Compile both searches, or fetch them from numba's cache, before memory is predicted."""
+    """Compile the search, or fetch it from numba's cache, before memory is predicted."""
     ones = torch.ones(1, 32)
-    search(ones, ones, 32, [(1.0, 1.0)], bits=4, symmetric=False, half=True, smallest=2.0**-14)
     search_hqq(ones, ones, 32, (1.0,), 1, 10.0, 1, bits=4, symmetric=False, half=True, smallest=2.0**-14)
 
 
@@ -280,7 +254,7 @@ def search(
     small for the whole range.
     """
     factors = np.array(sides, dtype=F)
-    return _in_shares(_search, weight, gain, width, (factors,), kind)
+    return _in_shares(weight, gain, width, (factors, 0, F(1.0), 0), kind)
 
 
 def search_hqq(
@@ -293,14 +267,14 @@ def search_hqq(
     beta, iterations: of the half-quadratic solver.
     The rest as in ``search``.
     """
-    own = (np.array(shrinks, dtype=F), fits, F(beta), iterations)
-    return _in_shares(_search_hqq, weight, gain, width, own, kind)
+    both = np.array([(shrink, shrink) for shrink in shrinks], dtype=F)
+    return _in_shares(weight, gain, width, (both, fits, F(beta), iterations), kind)
 
 
 def _in_shares(
-    work: Callable[..., None], weight: Tensor, gain: Tensor, width: int, own: tuple[Any, ...], kind: dict[str, Any]
+    weight: Tensor, gain: Tensor, width: int, own: tuple[Any, ...], kind: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Run ``work`` over all rows, in as many threads as torch has."""
+    """Search all rows, in as many threads as torch has. own: sides, and what ``search_hqq`` does besides."""
     rows, levels = weight.shape[0], 1 << kind["bits"]
     scales, zeros = torch.empty(rows, weight.shape[1] // width), torch.empty(rows, weight.shape[1] // width)
     largest = F(65504.0 if kind["half"] else torch.finfo(torch.bfloat16).max)
@@ -314,7 +288,7 @@ def _in_shares(
     share = -(-tiles // parts) * LANES
 
     def part(first: int) -> None:
-        work(*arrays, *own, *given, *out, first, min(first + share, rows))
+        _search(*arrays, *own, *given, *out, first, min(first + share, rows))
 
     starts = range(0, rows, share)
     if len(starts) == 1:
