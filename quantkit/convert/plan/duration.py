@@ -24,8 +24,8 @@ from quantkit.model.skeleton import Blocks, block_linears
 from quantkit.model.twin.shrink import CHOSEN
 from quantkit.runtime.kernels.numba import threads
 
-# What stages take beside products, in passes over a weight (``Speed.pass_seconds``), fitted to conversions of
-# SmolLM2-135M and Qwen2.5-Coder-1.5B: docs/log.md has the runs.
+# What stages take beside products, in passes over a weight (``Speed.pass_seconds``), estimated from profiles
+# of Qwen2.5-Coder-1.5B, and compared with conversions of SmolLM2-135M: docs/log.md has the runs.
 READ_AND_WRITE = 200  # unpack, check, encode, hash, write, read back
 FOLDS = 100  # experiments that find what scales what
 SEARCH, SEARCH_BY_TORCH = 90, 900  # of ranges, compiled and not
