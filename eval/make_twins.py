@@ -3,6 +3,7 @@
 
     python eval/make_twins.py smollm2-135m OUT [--on-grid]
     python eval/make_twins.py gemma3-270m  OUT [--on-grid]
+    python eval/make_twins.py qwen2.5-coder-1.5b OUT --blocks 4   # for times beside peers, not for quality
 
 The fetched files were quantized to 4 bits in blocks of 32 along the input, so their weights lie on a grid that a 4-bit
 quantizer with groups of 32 finds again, and looks better than it is. Permuting the channels of the residual stream, of
@@ -93,6 +94,19 @@ def load(config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> A
     return model.eval()
 
 
+def first_blocks(config: dict[str, Any], blocks: int | None) -> dict[str, Any]:
+    """The config of a model that ends after so many decoder blocks; None for all."""
+    if blocks is None:
+        return config
+    kinds = {"layer_types": config["layer_types"][:blocks]} if config.get("layer_types") else {}
+    return {**config, **kinds, "num_hidden_layers": blocks}
+
+
+def block_of(name: str) -> int:
+    """The decoder block that a tensor belongs to; -1 for embeddings, the last norm and the head."""
+    return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+
+
 @torch.no_grad()
 def probe(config: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Logits of 64 arbitrary tokens, in float32."""
@@ -105,6 +119,7 @@ def main() -> None:
     parser.add_argument("name", help="smollm2-135m or gemma3-270m")
     parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--on-grid", action="store_true", help="do not permute")
+    parser.add_argument("--blocks", type=int, help="keep only so many decoder blocks (another function)")
     args = parser.parse_args()
     if args.out.exists():
         raise SystemExit(f"{args.out} exists already")
@@ -113,8 +128,8 @@ def main() -> None:
     source = open_source(args.name)
     if not isinstance(source, GGUFSource):
         raise SystemExit(f"{args.name}: twins are made of GGUF models")
-    config = AutoConfig.for_model(**source.config)
-    tensors = {name: source.read(name) for name in source.names()}
+    config = AutoConfig.for_model(**first_blocks(source.config, args.blocks))
+    tensors = {name: source.read(name) for name in source.names() if block_of(name) < config.num_hidden_layers}
     drift = 0.0
     if not args.on_grid:
         before = probe(config, tensors)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from quantkit.core.qtensor import QuantTensor
 
 
@@ -20,6 +22,8 @@ class Solution:
     damping: float | None = None
     # why a simpler method was used instead; None if it was not
     fallback: str | None = None
+    # d H dᵀ of every row's error d, [out], where the algorithm knows it
+    losses: Tensor | None = None
 
 
 Scales = Literal["minmax", "search"]

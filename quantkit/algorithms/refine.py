@@ -38,8 +38,9 @@ def refine(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Improve codes (uint8 ``[out, in]``) and scales (``[out, groups]``, storage dtype) for float ``weight`` [out, in].
 
-    Each sweep visits every column once and then fits the scales, if ``refit``. A row whose loss did not fall keeps what
-    it had, so the result is never worse. Rows do not influence one another. Nothing is modified.
+    Each sweep visits every column once and then fits the scales, if ``refit``. No step raises a row's loss: a code is
+    the best one given all others, and scales that lose more are not taken. Rows do not influence one another. Nothing
+    is modified.
 
     hessian: ``[in, in]``, positive diagonal (damped).
     descent: instead of ``descend_columns``.
@@ -51,11 +52,10 @@ def refine(
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         w, c, s, z = weight[part].float(), codes[part], scales[part], None if zeros is None else zeros[part]
-        held = row_losses(w, c, s, z, scheme, h)
         for _ in range(sweeps):
-            c, _, held = _keep_better(w, (descend(w, c, s, z, scheme, h, descent), s), (c, s), held, z, scheme, h)
+            c = descend(w, c, s, z, scheme, h, descent)
             if refit:
-                _, s, held = _keep_better(w, (c, fit_scales(w, c, s, z, scheme, h)), (c, s), held, z, scheme, h)
+                s = fit_scales(w, c, s, z, scheme, h)
         parts.append((c, s))
     return torch.cat([c for c, _ in parts]), torch.cat([s for _, s in parts])
 
@@ -116,27 +116,48 @@ def fit_scales(
     """Solve for the scales with the smallest loss for these codes, rounded to their storage dtype: ``[out, groups]``.
 
     All scales of a row are solved for together. A scale that would change sign, or by more than REACH, stays; so does
-    the smallest there is, which groups of zeros have.
+    the smallest there is, which groups of zeros have. A row whose loss would not fall, after the rounding, stays as it
+    is.
+
+    What is solved for is the change t from the scales that are there: ``A t = r`` with ``r_g = c_g (H d)_g`` of the
+    error d. It changes the loss by ``t A t - 2 r t``: two small numbers, where losses would be differences of large
+    ones.
     """
-    rows, in_features = weight.shape
-    width, groups = scheme.width(in_features), scheme.groups(in_features)
+    in_features, groups = weight.shape[1], scheme.groups(weight.shape[1])
     offset: Tensor | float = float(scheme.midpoint)
     if zeros is not None:
         offset = affine.expand_groups(zeros.float(), in_features, scheme)
     steps = codes.float() - offset
-    left = torch.empty(rows, groups, groups, dtype=torch.float64, device=weight.device)
-    for g in range(groups):
-        columns = slice(g * width, (g + 1) * width)
-        left[:, :, g] = affine.split_groups((steps[:, columns] @ h[columns]).mul_(steps), scheme).sum(-1)
-    right = affine.split_groups((weight @ h).mul_(steps), scheme).sum(-1).double()
+    curvature = _curvature(steps, scheme, h)
+    error = weight - affine.dequantize(codes, scales, zeros, scheme)
+    right = affine.split_groups((error @ h).mul_(steps), scheme).sum(-1).double()
+    del error, steps
     held = scales.double()
     # towards the scales that are there: a group of zeros only, or two that act alike, would leave the equations
     # singular
-    ridge = 1e-6 * left.diagonal(dim1=1, dim2=2).mean(1)[:, None] + 1e-30
-    left.diagonal(dim1=1, dim2=2).add_(ridge)
-    solved = torch.linalg.solve(left, right + ridge * held)
+    ridge = 1e-6 * curvature.diagonal(dim1=1, dim2=2).mean(1)[:, None] + 1e-30
+    solved = held + torch.linalg.solve(curvature + torch.diag_embed(ridge.expand(-1, groups)), right)
     usable = (solved > held / REACH) & (solved < held * REACH) & (held > affine.SMALLEST_SCALE)
-    return affine.store_scale(torch.where(usable, solved, held).float(), scheme)
+    fitted = affine.store_scale(torch.where(usable, solved, held).float(), scheme)
+    change = fitted.double() - held
+    gain = torch.einsum("rg,rgh,rh->r", change, curvature, change) - 2 * (right * change).sum(1)
+    return torch.where((gain < 0)[:, None], fitted, scales)
+
+
+def _curvature(steps: Tensor, scheme: Scheme, h: Tensor) -> Tensor:
+    """Compute ``A_gh = c_g H_gh c_hᵀ`` of every row c: float64 ``[out, groups, groups]``.
+
+    A is symmetric: half of the products are enough.
+    """
+    rows, in_features = steps.shape
+    width, groups = scheme.width(in_features), scheme.groups(in_features)
+    found = torch.empty(rows, groups, groups, dtype=torch.float64, device=steps.device)
+    for g in range(groups):
+        columns, rest = slice(g * width, (g + 1) * width), slice(g * width, None)
+        products = (steps[:, columns] @ h[columns, rest]).mul_(steps[:, rest])
+        found[:, g, g:] = affine.split_groups(products, scheme).sum(-1)
+        found[:, g:, g] = found[:, g, g:]
+    return found
 
 
 def row_losses(
@@ -145,16 +166,3 @@ def row_losses(
     """Compute ``d H dᵀ`` of every row's error d: ``[out]``."""
     error = weight - affine.dequantize(codes, scales, zeros, scheme)
     return ((error @ h) * error).sum(1)
-
-
-_Choice = tuple[Tensor, Tensor]  # codes, scales
-
-
-def _keep_better(
-    weight: Tensor, new: _Choice, old: _Choice, held: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and losses of each row, the new ones where they lose less than ``held``."""
-    losses = row_losses(weight, *new, zeros, scheme, h)
-    better = losses < held
-    codes, scales = (torch.where(better[:, None], n, o) for n, o in zip(new, old, strict=True))
-    return codes, scales, torch.where(better, losses, held)

@@ -118,9 +118,9 @@ class Hessian(InputStatistics):
             self.cross += multiply(left.t(), right)
 
     def _add_product(self, rows: Tensor) -> None:
-        # Only blocks on and above the diagonal are multiplied: 62% of the work for wide inputs.
+        # Only blocks on and above the diagonal are multiplied: 56% of the work for wide inputs.
         width = self.sum.shape[0]
-        size = max(256, -(-width // 4))
+        size = max(256, -(-width // 8))
         lefts, rights = gram_factors(rows)
         for i in range(0, width, size):
             left = lefts[:, i : i + size].t()

@@ -39,7 +39,7 @@ from quantkit.convert.stages.embed import SHORT, HiddenStates, embed, require_on
 from quantkit.convert.stages.fold import Folding, fold_block, missing_folds, take_tokens
 from quantkit.convert.stages.head_embeddings import quantize_head_or_embedding
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
-from quantkit.convert.stages.loaded_block import loaded
+from quantkit.convert.stages.loaded_block import NextBlock, loaded
 from quantkit.convert.stages.observe import observe_block, observe_cache
 from quantkit.convert.stages.sensitivity import SensitivityPass
 from quantkit.convert.stages.student import Written
@@ -157,22 +157,23 @@ def quantize_blocks(
     solver = Solver(options=plan.options, format=plan.format, targets=targets, loops=plan.loops)
     folding = Folding(method=plan.options.method, weights=plan.weights, targets=targets, rewritten=plan.rewritten)
     first, hidden = _resume(plan, inputs, work, collected)
-    for index in range(first, len(plan.blocks)):
-        raise_if_interrupted()
-        name, result = plan.blocks.name(index), BlockResult()
-        listen(Progress("blocks", index, len(plan.blocks), collected.last_error()))
-        with loaded(plan.weights, plan.blocks, index, plan.device) as block:
-            if hidden.states:
-                groups = _observe(plan, decisions, folding, hidden, index, result)
-            else:
-                groups = [InputGroup((linear,)) for linear in block_linears(block)]
-            quantize_block(solver, name, block, groups, result, _tune_inputs(plan, decisions, hidden, index))
-            del groups
-            work.record(f"block-{index:04d}", result)
-            collected.add(result)
-            if hidden.states and index + 1 < len(plan.blocks):
-                advance(block, hidden.states, hidden.calls[index].to(plan.device))
-                work.states.keep(index + 1, [*hidden.states, *hidden.original])
+    with NextBlock(plan.weights, plan.blocks) as ahead:
+        for index in range(first, len(plan.blocks)):
+            raise_if_interrupted()
+            name, result = plan.blocks.name(index), BlockResult()
+            listen(Progress("blocks", index, len(plan.blocks), collected.last_error()))
+            with loaded(plan.weights, plan.blocks, index, plan.device, ahead) as block:
+                if hidden.states:
+                    groups = _observe(plan, decisions, folding, hidden, index, result)
+                else:
+                    groups = [InputGroup((linear,)) for linear in block_linears(block)]
+                quantize_block(solver, name, block, groups, result, _tune_inputs(plan, decisions, hidden, index))
+                del groups
+                work.record(f"block-{index:04d}", result)
+                collected.add(result)
+                if hidden.states and index + 1 < len(plan.blocks):
+                    advance(block, hidden.states, hidden.calls[index].to(plan.device))
+                    work.states.keep(index + 1, [*hidden.states, *hidden.original])
 
 
 def _observe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -133,8 +134,17 @@ class Weights:
         own, other = self.stored(name), self.stored(twin)
         return own == other or torch.equal(self.source.read(own), self.source.read(other))
 
-    def load(self, module_name: str, device: torch.device | str = "cpu") -> None:
+    def read_module(self, module_name: str) -> dict[str, Tensor]:
+        """Read every parameter below a module in its stored dtype, by full name. Raises NumericsError as ``raw``."""
+        parameters = self.model.get_submodule(module_name).named_parameters()
+        return {name: self.raw(name) for name in (f"{module_name}.{local}" for local, _ in parameters)}
+
+    def load(
+        self, module_name: str, device: torch.device | str = "cpu", read: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Read every parameter below a module (``""`` = none but its own) onto a device, and move its buffers there.
+
+        read: parameters that were read before (``read_module``).
 
         Raises NumericsError for NaN or inf.
         """
@@ -145,7 +155,12 @@ class Weights:
                 self.place(name, self.read(name))
         _move_buffers(module, device)
         for local, _ in list(module.named_parameters()):
-            self.load_parameter(f"{prefix}{local}", device)
+            name = f"{prefix}{local}"
+            value = None if read is None else read.get(name)
+            if value is None:
+                self.load_parameter(name, device)
+            else:
+                self.place(name, value.to(device).to(self.dtype))  # as stored: half the bytes travel
 
     def load_parameter(self, name: str, device: torch.device | str = "cpu") -> None:
         """Read one parameter or stored buffer onto a device, in the working dtype."""

@@ -132,8 +132,9 @@ def predict(sizes: Sizes, device: str = "cpu") -> Prediction:
     device: the kind of device that blocks are worked on.
 
     embed:  the embedding is read (stored copy + its finite mask + float32), then the hidden states fill
-    block:  states + a block in float32 + one Hessian per input in float64 (or the inputs themselves, where they are few
-            and nobody reads correlations) + one batch of activations
+    block:  states + a block in float32, and the next one as stored, from here to ``fold`` + one Hessian per input in
+            float64 (or the inputs themselves, where they are few and nobody reads correlations) + one batch of
+            activations
     solve:  states + block + Hessians + float64 copies for the factorisation + search and rounding temporaries
     tune:   states + block + Hessians + copies of its linears while they learn, and one window's activations and their
             gradients
@@ -196,7 +197,8 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     statistics = 0 if away or not sizes.calibrated else _statistics(sizes, 8)
     wide = max(Counter(sizes.widths) - Counter(sizes.roots), default=0)
     square = 0 if away or not sizes.calibrated else wide * wide * 8
-    held = states + statistics + (sizes.largest_parameter if away else sizes.block) * f32
+    ahead = sizes.block * sizes.stored_itemsize  # the next block, as it is stored
+    held = states + statistics + ahead + (sizes.largest_parameter if away else sizes.block) * f32
     phases = {}
     if sizes.tokens:
         # the embedding's float32 copy stays until the states are filled, its stored copy only while it is read

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.algorithms import CALIBRATED, Scales, Solution
 from quantkit.algorithms.awq import awq
-from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq_steps, proxy_loss
+from quantkit.algorithms.gptq import GPTQOptions, Loops, gptq_steps, output_energy
 from quantkit.algorithms.hqq import hqq
 from quantkit.algorithms.rtn import rtn_steps
 from quantkit.algorithms.together import Solver as Steps
@@ -33,6 +33,8 @@ from quantkit.formats.interface import Format
 # Numbers of linears and Hessians that are solved in step: more are solved one after another.
 TOGETHER = 1 << 20
 _PIECE = 1 << 20  # weights whose error is measured at a time
+# Inputs on which a report's output error is measured, at most, where inputs are kept themselves: evenly spread.
+REPORTED = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +58,8 @@ class _Solved:
     name: str
     target: Target
     linear: nn.Linear
-    quantized: QuantTensor
-    group: InputGroup
     solution: Solution
+    group: InputGroup
 
 
 def quantize_block(
@@ -150,9 +151,8 @@ def _solve_stacks(solver: Solver, stacks: Sequence[_Stack], result: BlockResult)
                 f"{', '.join(t.name for t in targets)}: damping raised from {damping:g} to"
                 f" {solution.damping:g}, the Hessian could not be factorised with less"
             )
-        rows = _rows(solution.quantized, targets)
-        for each in zip(stack.names, targets, stack.linears, rows, strict=True):
-            yield _Solved(*each, stack.group, solution)
+        for each in zip(stack.names, targets, stack.linears, _rows(solution, targets), strict=True):
+            yield _Solved(*each, stack.group)
 
 
 def _named(steps: Steps, stack: _Stack) -> Steps:
@@ -169,19 +169,20 @@ def _learn(
     """Tune all linears of the block together, starting from their solutions."""
     if not solved:
         return solved
-    tuned = tune_block(solver.options, block, {entry.name: entry.quantized for entry in solved}, tune_inputs)
+    tuned = tune_block(solver.options, block, {entry.name: entry.solution.quantized for entry in solved}, tune_inputs)
     if tuned.trouble is not None:
         result.notes.append(f"{prefix}: not tuned, {tuned.trouble}" if not tuned.step else f"{prefix}: {tuned.trouble}")
     if math.isfinite(tuned.before):
         result.tuning[prefix] = {"before": tuned.before, "after": tuned.after, "step": tuned.step}
-    return [replace(entry, quantized=tuned.quantized[entry.name]) for entry in solved]
+    learned = [replace(entry.solution, quantized=tuned.quantized[entry.name], losses=None) for entry in solved]
+    return [replace(entry, solution=solution) for entry, solution in zip(solved, learned, strict=True)]
 
 
 def _write_result(solver: Solver, entry: _Solved, result: BlockResult) -> None:
     """Report and encode a solution, and let the linear compute with it from now on."""
-    target, linear, q = entry.target, entry.linear, entry.quantized
+    target, linear, q = entry.target, entry.linear, entry.solution.quantized
     dequantized = q.dequantize()
-    result.layers.append(_report(target, linear.weight, q, dequantized, entry.group, entry.solution))
+    result.layers.append(_report(target, linear.weight, entry.solution, dequantized, entry.group))
     result.parts.update({f"{target.name}.{part}": value.cpu() for part, value in solver.format.encode(q).items()})
     result.digests[target.name] = decision_sha256(q.to("cpu"))
     linear.weight = nn.Parameter(dequantized, requires_grad=False)
@@ -217,16 +218,18 @@ def _nearest(weight: Tensor, solution: Solution) -> Solution:
     """
     q = solution.quantized
     codes = affine.quantize(weight, q.scales, q.zeros, q.scheme)
-    return replace(solution, quantized=QuantTensor(codes, q.scales, q.zeros, q.scheme))
+    return replace(solution, quantized=QuantTensor(codes, q.scales, q.zeros, q.scheme), losses=None)
 
 
-def _rows(q: QuantTensor, targets: Sequence[Target]) -> list[QuantTensor]:
-    """Cut the stacked result into one tensor per linear."""
-    parts, start = [], 0
+def _rows(solution: Solution, targets: Sequence[Target]) -> list[Solution]:
+    """Cut the stacked result into one solution per linear."""
+    parts, start, q = [], 0, solution.quantized
     for target in targets:
         rows = slice(start, start + target.out_features)
         zeros = None if q.zeros is None else q.zeros[rows]
-        parts.append(QuantTensor(q.codes[rows], q.scales[rows], zeros, q.scheme))
+        quantized = QuantTensor(q.codes[rows], q.scales[rows], zeros, q.scheme)
+        losses = None if solution.losses is None else solution.losses[rows]
+        parts.append(replace(solution, quantized=quantized, losses=losses))
         start += target.out_features
     return parts
 
@@ -241,13 +244,15 @@ def _relative_error(weight: Tensor, dequantized: Tensor) -> float:
     return float((lost / max(energy, 1e-60)) ** 0.5)
 
 
-def _report(
-    target: Target, weight: Tensor, q: QuantTensor, dequantized: Tensor, group: InputGroup, solution: Solution
-) -> LayerReport:
-    output = None
+def _report(target: Target, weight: Tensor, solution: Solution, dequantized: Tensor, group: InputGroup) -> LayerReport:
+    q, output = solution.quantized, None
     if group.hessian is not None or group.root is not None:
-        loss, energy = proxy_loss(weight, dequantized, group.hessian, group.root)
-        output = (max(loss, 0.0) / max(energy, 1e-30)) ** 0.5
+        root = None if group.root is None else group.root[:: -(-len(group.root) // REPORTED)]
+        if solution.losses is None:
+            loss = output_energy(weight, group.hessian, root, dequantized)
+        else:
+            loss = float(solution.losses.sum(dtype=torch.float64))
+        output = (max(loss, 0.0) / max(output_energy(weight, group.hessian, root), 1e-30)) ** 0.5
     return LayerReport(
         name=target.name,
         scheme=q.scheme.describe(),

@@ -296,3 +296,30 @@ def test_the_loss_by_a_few_inputs_is_that_by_their_hessian() -> None:
     rounded = weight + 0.1 * torch.randn(30, 64, generator=generator)
     by_hessian = proxy_loss(weight, rounded, root.t() @ root)
     assert proxy_loss(weight, rounded, None, root) == pytest.approx(by_hessian, rel=1e-5)
+
+
+@pytest.mark.parametrize("width", [40, 700])
+def test_the_factor_is_that_of_the_damped_inverse_with_columns_in_their_order(width: int) -> None:
+    """700 columns are inverted in halves."""
+    _, h = problem(1, width, 3, tokens=2 * width)
+    alive = torch.zeros(width, dtype=torch.bool)
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(1))
+    upper = gptq_module._permuted_factor(h, alive, h.diagonal(), 0.01, order)
+    assert upper is not None
+    damped = h + 0.01 * h.diagonal().mean() * torch.eye(width, dtype=torch.float64)
+    assert torch.equal(upper, upper.triu())
+    assert torch.allclose(upper.t() @ upper @ damped[order][:, order], torch.eye(width, dtype=torch.float64), atol=1e-8)
+
+
+@pytest.mark.parametrize("outliers", [0.0, 0.03])
+def test_a_solution_tells_the_loss_of_every_row(outliers: float) -> None:
+    """Rows that were exchanged for simple rounding among them; of a target that was moved nothing is told."""
+    w, h = problem(64, 64, 7, tokens=40)
+    w[torch.rand(w.shape, generator=torch.Generator().manual_seed(2)) < outliers] *= 8
+    scheme = Scheme(3, None, symmetric=True)
+    found = gptq(w, h, scheme)
+    assert found.losses is not None
+    error = w.double() - found.quantized.dequantize().double()
+    assert torch.allclose(found.losses.double(), ((error @ h) * error).sum(1), rtol=1e-3)
+    assert gptq(w, h, scheme, cross=torch.zeros_like(h)).losses is None
+    assert gptq(w, h, scheme, GPTQOptions(sweeps=0)).losses is None
