@@ -57,13 +57,11 @@ def main() -> None:
     partial.mkdir(parents=True)
     windows = write_tokens(args.source, partial / "tokens.safetensors", samples=args.samples, seq_len=args.seq_len)
     facts = quantize(python, peer["script"], args, partial)
-    source = open_source(args.source)
-    what = (
-        judge_dense(source, partial, facts)
-        if (partial / "dense.safetensors").exists()
-        else judge_packed(source, partial)
-    )
-    partial.rename(args.out)
+    what = {} if args.times_only else judge(open_source(args.source), partial, facts)
+    if args.times_only:
+        shutil.rmtree(partial)
+    else:
+        partial.rename(args.out)
     done = {
         "out": str(args.out), "peer": args.peer, "method": args.method, "bits": args.bits,
         "group_size": args.group_size, "symmetric": args.sym, "dtype": args.dtype, "samples": args.samples,
@@ -89,6 +87,9 @@ def parse(peers: list[str]) -> argparse.Namespace:
         choices=["default", "float32"],
         default="default",
         help="what the peer computes in: its default, or float32, which processors without bf16 units are fastest with",
+    )
+    parser.add_argument(
+        "--times-only", action="store_true", help="seconds and memory; its weights are neither read back nor kept"
     )
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="where environments are kept")
     return parser.parse_args()
@@ -125,7 +126,7 @@ def quantize(python: Path, script: str, args: argparse.Namespace, partial: Path)
         str(python), str(HERE / script), str(Path(args.source).resolve()), "--out", str(partial.resolve()),
         "--tokens", str((partial / "tokens.safetensors").resolve()), "--method", args.method, "--bits", str(args.bits),
         "--group-size", str(args.group_size), "--sym" if args.sym else "--no-sym",
-        "--dtype", args.dtype, "--begun", str(time.time()),
+        "--dtype", args.dtype, "--begun", str(time.time()), *(["--times-only"] if args.times_only else []),
     ]  # fmt: skip
     return run_there(python, command, partial)
 
@@ -160,6 +161,13 @@ def decoder_linears(source: Source) -> dict[str, int]:
         for i, block in enumerate(blocks.modules)
         for name, linear in block_linears(block).items()
     }
+
+
+def judge(source: Source, partial: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Make a folder that quantkit reads of what the peer left, and tell sizes and what it changed."""
+    if (partial / "dense.safetensors").exists():
+        return judge_dense(source, partial, facts)
+    return judge_packed(source, partial)
 
 
 def cast_of(original: torch.Tensor, found: torch.Tensor) -> str | None:

@@ -34,6 +34,9 @@ def main() -> None:
     folder = args.out / "saved"
     model.save(str(folder))
     watch.saved()
+    if args.times_only:
+        finish(args, watch, ["gptqmodel"])
+        return
     del model
     torch._dynamo.config.disable = True  # compiling pays for many forwards; each layer runs once below
     plain = BACKEND.AWQ_TORCH if awq else BACKEND.GPTQ_TORCH

@@ -79,6 +79,9 @@ def main() -> None:
     folder = args.out / "saved"  # its scales are float32, as the model was: quantkit reads 16-bit ones
     model.save_pretrained(folder, save_compressed=True)
     watch.saved()
+    if args.times_only:
+        finish(args, watch, LIBRARIES)
+        return
     del model
     dense = decompressed(folder)
     size = {"quantized_bytes": packed_bytes(folder, block_linears(dense)), "checkpoint_bytes": file_bytes(folder)}

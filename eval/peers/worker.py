@@ -31,6 +31,7 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, required=True)
     parser.add_argument("--sym", action=argparse.BooleanOptionalAction, required=True)
     parser.add_argument("--dtype", choices=["default", "float32"], default="default", help="what the peer computes in")
+    parser.add_argument("--times-only", action="store_true", help="hand back no weights")
     parser.add_argument("--begun", type=float, default=time.time(), help="when this process was started, in Unix time")
     return parser.parse_args()
 

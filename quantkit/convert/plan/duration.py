@@ -30,8 +30,10 @@ READ_AND_WRITE = 200  # unpack, check, encode, hash, write, read back
 FOLDS = 100  # experiments that find what scales what
 SEARCH, SEARCH_BY_TORCH = 90, 900  # of ranges, compiled and not
 BEGIN = 10.0  # seconds: libraries, tokenizer, the sample at the end
-# products that solving takes, in out x in x in and in x in x in: loops over columns, refining, the report; factors
-SOLVE, FACTORISE, REPORT, AWQ_ROWS = 4.0, 4.0, 2.0, 22 * 512
+# products that solving takes, in out x in x in: GPTQ's loops over columns and refining, AWQ's trials, the report; and
+# in x in x in: the factor of a Hessian
+SOLVE, AWQ_SOLVE, REPORT, FACTORISE, AWQ_ROWS = 12.0, 4.0, 2.0, 1.2, 22 * 512
+REPORTED = 128  # inputs that a report looks at, where inputs themselves are kept
 FORWARD_AND_BACK, STEP = 4, 4  # runs of a block that a pass with gradients takes, and a step of learning
 
 
@@ -104,7 +106,7 @@ def count_work(
         shapes = _shapes(block, config, blocks.name(index), targets)
         run = sum(share * out * width for out, width, share in shapes) + 2 * window * config.hidden_size
         every += run
-        products += (2 + options.paired) * tokens * run
+        products += (1.7 + options.paired) * tokens * run  # the first pass ends before the last linear
         products += _solving(options, shapes, tokens)
         if options.method == "tune":
             products += STEP * options.tune_steps * max(SIGN_STEP_TOKENS, window) * run
@@ -137,7 +139,7 @@ def _solving(options: ConvertOptions, shapes: list[tuple[int, int, float]], toke
     if not tokens:
         return 0.0
     if not options.correlations:  # the inputs themselves, where they are few
-        return sum(REPORT * out * width * min(width, share * tokens) for out, width, share in shapes)
+        return sum(REPORT * out * width * min(width, REPORTED, share * tokens) for out, width, share in shapes)
     found = sum((0.6 + options.crossed) * share * tokens * width**2 for width, _, share in inputs)
     found += sum(REPORT * out * width**2 for out, width, _ in shapes)
     if options.method in ("gptq", "tune"):
@@ -145,5 +147,5 @@ def _solving(options: ConvertOptions, shapes: list[tuple[int, int, float]], toke
     if options.method == "awq" or options.folds:
         found += sum(AWQ_ROWS * width**2 for width, _, _ in inputs)
     if options.method == "awq":
-        found += sum(SOLVE * o * w**2 for o, w, _ in shapes)
+        found += sum(AWQ_SOLVE * o * w**2 for o, w, _ in shapes)
     return float(found)

@@ -74,6 +74,8 @@ class Sizes:
     largest_parameter: int
     # Elements of the largest stack of linears with one input.
     largest_group: int
+    # in_features and elements of each such stack.
+    groups: tuple[tuple[int, int], ...]
     # Activations per token inside a block.
     inner: int
     hidden: int
@@ -214,9 +216,15 @@ def _block_phases(sizes: Sizes, away: bool) -> dict[str, int]:
     if away:  # codes, and what is packed of them
         phases["solve"] = held + 3 * sizes.largest_group
     else:
-        factor = 4 * square if sizes.correlations else square
-        phases["solve"] = held + factor + 9 * sizes.largest_group * f32
+        phases["solve"] = held + max(_solving(sizes, *group) for group in sizes.groups)
     return phases
+
+
+def _solving(sizes: Sizes, width: int, elements: int) -> int:
+    """Return the host bytes that solving one stack of linears adds: factors of its Hessian, and work on its weights."""
+    square = width * width * 8 if sizes.calibrated and width not in sizes.roots else 0
+    matrices = (4 if sizes.crossed else 2.5) if sizes.correlations else 1
+    return int(matrices * square) + 9 * elements * 4
 
 
 def device_phases(sizes: Sizes) -> dict[str, int]:

@@ -104,6 +104,7 @@ def count_sizes(
         widest=widest_input(blocks),
         largest_parameter=max(p.numel() for p in block.parameters()),
         largest_group=max(width * out for width, out in by_width.items()),
+        groups=tuple((width, width * out) for width, out in by_width.items()),
         inner=sum(linear.in_features + linear.out_features for linear in at_once),
         hidden=config.hidden_size,
         tokens=0 if windows is None else windows.ids.numel(),

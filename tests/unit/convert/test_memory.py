@@ -14,6 +14,7 @@ LARGE = Sizes(  # a block of an 8B model, 128 windows of 2048 tokens
     before_blocks=128256 * HIDDEN, stored_itemsize=2, largest_plain=128256 * HIDDEN,
     block=2 * HIDDEN * HIDDEN + 2 * 1024 * HIDDEN + 3 * INNER * HIDDEN, widest=14336,
     widths=(HIDDEN, HIDDEN, HIDDEN, INNER), largest_parameter=INNER * HIDDEN, largest_group=2 * INNER * HIDDEN,
+    groups=((HIDDEN, 2 * INNER * HIDDEN), (INNER, INNER * HIDDEN)),
     inner=11 * HIDDEN + 4 * INNER, hidden=HIDDEN,
     tokens=128 * 2048, seq_len=2048, plain_bytes=2 * 10**9, packed_bytes=4 * 10**9, calibrated=True, kv_sample_bytes=0,
     head_embedding_bytes=0,
