@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def write_beside(
 
     Raises QuantkitError when the disk is full.
     """
-    config = {**passed_on(source.config), "quantization_config": quantization}
+    # without a version older transformers take the tokenizer of a folder made from a GGUF file for a faulty one
+    versioned = {"transformers_version": version("transformers"), **passed_on(source.config)}
+    config = {**versioned, "quantization_config": quantization}
     with disk(folder):
         write_json(folder / "config.json", config)
         _write_generation_config(source, folder)

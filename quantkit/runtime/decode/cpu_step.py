@@ -21,6 +21,7 @@ from quantkit.runtime.decode.family import MATRICES, Block, Family, recognise
 from quantkit.runtime.decode.proof import CLOSE, prove
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight, PlanarWeight, dense_fields
 from quantkit.runtime.kernels.numba import threads
+from quantkit.runtime.kernels.numba.crew import Crew
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.paged_layer import LayerSpec, PagedLayer, SequencePages
 from quantkit.runtime.layers.linear import QuantLinear
@@ -79,6 +80,7 @@ class CpuStep:
         self.family = family
         self._codes = threads.compiled("step_fields")
         self._lock = threading.Lock()
+        self._crew = Crew()
         self._angles: dict[str | None, tuple[Tensor, Tensor]] = {}
         self._positions = 0
         self._space = torch.empty(0, dtype=torch.uint8)
@@ -105,9 +107,11 @@ class CpuStep:
             job = self._point_at(cache)
             job[k.TOKENS], job[k.EMBEDDED], job[k.RESULT] = batch, embedded.data_ptr(), result.data_ptr()
             job[k.LENGTHS] = lengths.ctypes.data
-            parts = threads.threads()
+            parts = self._crew.choose(threads.threads(), batch)
             self._lay_out(job, batch, int(lengths.max()) + 1, parts)
             threads.pool().run(job, parts)
+            self._crew.done()
+            threads.follow(self._crew)
         for layer in cache.layers:
             layer.advance(1)
         return result[:, None]

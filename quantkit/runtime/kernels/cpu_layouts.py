@@ -221,7 +221,7 @@ def linear_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     x32 = x.float().contiguous()
     bias32 = None if bias is None else bias.float().contiguous()
     y = torch.empty(x.shape[0], weight.out_features)
-    parts = threads.threads()
+    parts = threads.beside_step()
     template = np.zeros(k.FIRST + k.FIELDS, dtype=np.int64)
     template[k.FIRST :] = weight.fields(bias32)
     template[k.JOB], template[k.COUNT] = k.JOB_LINEAR, 1

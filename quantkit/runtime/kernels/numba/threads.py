@@ -26,6 +26,7 @@ import torch
 
 from quantkit.core.interrupt import undisturbed
 from quantkit.errors import QuantkitWarning, RequestError
+from quantkit.runtime.kernels.numba.crew import Crew
 
 MOST = 64  # threads
 PATIENCE = 20_000  # empty looks before a worker sleeps: about a millisecond
@@ -33,6 +34,7 @@ _pool: WorkerPool | None = None
 _held, _readers = 0, 0  # torch's threads while it has but one, and for how many users (``one_thread_each``)
 FEW_CORES = 4  # up to which our threads and OpenMP's get into each other's way
 _guard = threading.Lock()
+_crew = Crew()  # of the model that decoded last
 
 
 @lru_cache(maxsize=1)
@@ -188,6 +190,17 @@ def pool() -> WorkerPool:
 def threads() -> int:
     """The number of threads of a job: as many as torch uses, or used before ``one_thread_each``."""
     return min(_held or torch.get_num_threads(), MOST)
+
+
+def follow(crew: Crew) -> None:
+    """Let ``beside_step`` tell the number of threads that this crew decodes in."""
+    global _crew
+    _crew = crew
+
+
+def beside_step() -> int:
+    """The number of threads for work beside a decode step, as its head: the step's, if it ran just now."""
+    return _crew.now(threads())
 
 
 @contextmanager
