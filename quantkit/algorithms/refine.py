@@ -23,7 +23,7 @@ from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.scheme import Scheme
 
 BLOCK = 128  # columns whose gradients are brought up to date together
-_ELEMENTS = 1 << 21  # weights in work at a time on a CPU: about nine times as many floats are alive
+_ELEMENTS = 1 << 22  # weights in work at a time on a CPU: about nine times as many floats are alive
 _ELEMENTS_GPU = 1 << 25
 # a scale may change by this factor at most: beyond it the equations are ill-conditioned, not the range wrong
 REACH = 2.0
