@@ -66,6 +66,13 @@ from quantkit.errors import RequestError
 )
 @grouped(
     "KV cache",
+    "--kv-exact",
+    type=int,
+    metavar="0",
+    help="0: round every token of an fp8 cache as it is stored, as other engines do.  [default: the newest stay exact]",
+)
+@grouped(
+    "KV cache",
     "--planted-fact",
     is_flag=True,
     help="Also ask for facts planted in long texts, with the quantized cache and with a 16-bit one.",

@@ -38,6 +38,7 @@ class KVScheme:
     group_size: channels of a token's value that share an online scale.
     recent: newest tokens that stay at 16 bits at least.
     first: tokens at the beginning of a sequence that stay at 16 bits.
+    at_once: every token is rounded as it is stored, so that none is read exactly, as engines with an fp8 cache do.
     Raises RequestError for a value outside its range.
 
     >>> KVScheme.of("k4v2").label, KVScheme.of(8).label, KVScheme.of(2).recent
@@ -52,6 +53,7 @@ class KVScheme:
     group_size: int = 64
     recent: int = 64
     first: int = FIRST_EXACT
+    at_once: bool = False
 
     def __post_init__(self) -> None:
         for bits in (self.keys, self.values):
@@ -61,6 +63,11 @@ class KVScheme:
             raise RequestError(f"kv_scales={self.scales!r}: online, static or fp8.")
         if self.scales == "fp8" and (self.keys, self.values) != (8, 8):
             raise RequestError(f"kv_scales=fp8 with kv_bits={self.label}: fp8 has 8 bits; use --kv-bits fp8.")
+        if self.at_once and self.scales != "fp8":
+            raise RequestError(
+                "kv_exact=0 (--kv-exact 0) reads an fp8 cache as other engines do: only its scales are known before a"
+                f" token comes. Add --kv-bits fp8, or leave it out ({self.label} bits here)."
+            )
         if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 1:
             raise RequestError(f"kv group_size={self.group_size}: a positive number of channels (64).")
         if not 1 <= self.recent <= MOST_RECENT or not 0 <= self.first < PAGE_TOKENS:
@@ -209,6 +216,14 @@ class KVPlan:
         return KVPlan(
             replace(self.scheme, scales=scales),
             {name: replace(layer, scales=scales) for name, layer in self.layers.items()},
+            self.static,
+        )
+
+    def rounded_at_once(self) -> KVPlan:
+        """The same cache with every token rounded as it is stored. Raises RequestError for any but fp8."""
+        return KVPlan(
+            replace(self.scheme, at_once=True, recent=1, first=0),
+            {name: replace(layer, at_once=True, recent=1, first=0) for name, layer in self.layers.items()},
             self.static,
         )
 

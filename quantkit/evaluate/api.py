@@ -30,6 +30,7 @@ class _How:
     dtype: str | None
     kv_bits: int | str | None
     kv_scales: KVScales | None
+    kv_exact: int | None
     runtime: bool
     device: str
     stream: bool | None
@@ -51,7 +52,11 @@ class _How:
                 f"--kv-bits {self.kv_bits} has no effect on windows of {seq_len} tokens: the newest tokens stay at 16"
                 f" bits. Raise --seq-len to {shortest_window(plan)} at least; 1024 or more say something about a cache."
             )
-        return plan
+        if self.kv_exact is None:
+            return plan
+        if self.kv_exact != 0:
+            raise RequestError(f"kv_exact={self.kv_exact} (--kv-exact): 0, or leave it out.")
+        return plan.rounded_at_once()
 
 
 @interruptible()
@@ -66,6 +71,7 @@ def evaluate(
     dtype: str | None = None,
     kv_bits: int | str | None = None,
     kv_scales: KVScales | None = None,
+    kv_exact: int | None = None,
     planted_fact: bool = False,
     greedy: int | None = None,
     runtime: bool = False,
@@ -79,7 +85,8 @@ def evaluate(
     ``prepare_baseline`` returned, always with a 16-bit cache; a quantized model may be its own where its cache is
     quantized. data: a text as ``quantkit.checkpoint.texts.load_text`` names it. seq_len: window, BOS counted (default
     1024, ``llama.cpp``: 512). tokens: windows x seq_len at most; None is every full window. kv_bits, kv_scales: as
-    ``quantkit.load`` takes them. planted_fact: also ask for facts planted in texts of ``seq_len`` tokens. greedy: also
+    ``quantkit.load`` takes them. kv_exact: 0 rounds every token of an fp8 cache as it is stored, as other engines do.
+    planted_fact: also ask for facts planted in texts of ``seq_len`` tokens. greedy: also
     write so many tokens after the beginnings of windows; both compare the quantized cache with a 16-bit one over the
     same weights. runtime: measure the packed kernels in their own dtype instead of dequantized weights in float32.
     stream: one decoder block in memory at a time, same figures; None does it for a model (or baseline) that would not
@@ -93,7 +100,7 @@ def evaluate(
     from quantkit.evaluate.kv_cache.compare import CacheChecks
 
     started = time.perf_counter()
-    how = _How(dtype, kv_bits, kv_scales, runtime, device, stream)
+    how = _How(dtype, kv_bits, kv_scales, kv_exact, runtime, device, stream)
     prepared = prepare(model, data=data, seq_len=seq_len, tokens=tokens, protocol=protocol)
     quantized = how.cache(prepared).quantized
     checks = CacheChecks.of(prepared, planted_fact, greedy, quantized)
@@ -178,6 +185,7 @@ def _streams(prepared: Prepared, how: _How, quantized_cache: bool) -> bool:
 
 def _load(prepared: Prepared, how: _How, streams: bool, progress: OnProgress | None) -> Model | StreamedModel:
     """Load the model under test; one that is streamed runs over the windows here."""
+    from quantkit.evaluate.kv_cache.compare import with_cache
     from quantkit.evaluate.streamed import stream
     from quantkit.runtime.layers.linear import use_packed_kernels
     from quantkit.runtime.load import load
@@ -193,7 +201,7 @@ def _load(prepared: Prepared, how: _How, streams: bool, progress: OnProgress | N
     )  # fmt: skip
     if how.runtime:  # windows are longer than the crossover, beyond which weights would be dequantized after all
         use_packed_kernels(loaded.module)
-    return loaded
+    return loaded if how.kv_exact is None else with_cache(loaded, how.cache(prepared))
 
 
 def _report(

@@ -26,7 +26,8 @@ class Evaluation:
     ``kv_bits``: of the cache, as the command line takes them; ``kv_scales``: "online", "static" or "fp8", None at 16
     bits; ``kv_bits_per_number``: what a cached number takes once it is packed, scales counted, the newest tokens (16
     bits) not; the run-time dtype's bits for a cache that is not quantized. ``by_position``: bands of the windows.
-    ``planted_fact`` and ``greedy``: where asked for.
+    ``planted_fact`` and ``greedy``: where asked for. ``kv_exact``: 0 where every token of the cache was rounded as it
+    was stored, else None.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Evaluation:
     peak_host_bytes: int
     versions: dict[str, str]
     hardware: dict[str, Any]
+    kv_exact: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with every field."""
@@ -195,7 +197,8 @@ class Evaluation:
         return rows
 
     def _cache(self) -> str:
-        return cache_words(self.kv_bits, self.kv_scales, self.kv_bits_per_number if self.kv_scales else None)
+        words = cache_words(self.kv_bits, self.kv_scales, self.kv_bits_per_number if self.kv_scales else None)
+        return words if self.kv_exact is None else f"{words}; no token exact, as in other engines"
 
     def _streamed(self) -> list[tuple[str, str]]:
         """A row where a model did not fit into memory, or was not to."""

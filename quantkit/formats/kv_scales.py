@@ -29,7 +29,7 @@ from quantkit.errors import CheckpointError, RequestError
 FILE_NAME = "quantkit_kv.safetensors"
 _KEY = "quantkit_kv"
 _VERSION = 2
-_FIELDS = {field.name for field in fields(KVScheme)}
+_FIELDS = {field.name for field in fields(KVScheme)} - {"at_once"}  # how a cache is read for a comparison, not kept
 _AGAIN = "Convert again with --kv-bits."
 
 
@@ -55,8 +55,8 @@ def _content(plan: KVPlan) -> bytes:
 
     meta = {
         "version": _VERSION,
-        "scheme": asdict(plan.scheme),
-        "layers": {name: asdict(scheme) for name, scheme in plan.layers.items()},
+        "scheme": _stored(plan.scheme),
+        "layers": {name: _stored(scheme) for name, scheme in plan.layers.items()},
         "static": sorted(plan.static),
     }
     tensors = {
@@ -66,6 +66,10 @@ def _content(plan: KVPlan) -> bytes:
     }
     content: bytes = save(tensors, metadata={_KEY: json.dumps(meta, sort_keys=True)})
     return content
+
+
+def _stored(scheme: KVScheme) -> dict[str, Any]:
+    return {name: value for name, value in asdict(scheme).items() if name in _FIELDS}
 
 
 def read_kv_plan(folder: Path) -> KVPlan | None:

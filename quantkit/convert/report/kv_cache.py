@@ -96,6 +96,10 @@ def summary_lines(cache: Mapping[str, Any]) -> list[str]:
         f"  cache     {cache['scales']} scales, {cache['code_bits']:.2f} bits a number, {cache['stored_bits']:.2f} with"
         " scales" + (f" (budget {cache['budget']:g})" if cache["budget"] is not None else "")
     ]
+    if cache["scales"] == "fp8":
+        lines.append(
+            "            other engines keep no token of an fp8 cache exact: `quantkit eval --kv-exact 0` measures that"
+        )
     if cache["budget"] is None:
         return lines
     rows = cache["layers"]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from quantkit.evaluate.streamed import StreamedModel
 
 
-def with_exact_cache(model: Model) -> Model:
-    """Return the same weights with a 16-bit cache."""
+def with_cache(model: Model, plan: KVPlan | None = None) -> Model:
+    """Return the same weights with another cache, of 16 bits if None."""
     return Model(
         model.module,
         model.config,
@@ -28,6 +28,7 @@ def with_exact_cache(model: Model) -> Model:
         dtype=model.dtype,
         read_tokenizer=lambda: model.tokenizer,
         end_tokens=model.end_tokens,
+        kv_plan=plan,
     )
 
 
@@ -44,13 +45,14 @@ def shortest_window(plan: KVPlan) -> int:
 
 
 def cache_facts(model: Model | StreamedModel) -> dict[str, Any]:
-    """Return ``kv_bits``, ``kv_scales`` and ``kv_bits_per_number`` of an ``Evaluation``."""
+    """Return ``kv_bits``, ``kv_scales``, ``kv_bits_per_number`` and ``kv_exact`` of an ``Evaluation``."""
     if not isinstance(model, Model):  # a streamed one has no cache
-        return {"kv_bits": 16, "kv_scales": None, "kv_bits_per_number": 8.0 * model.dtype.itemsize}
+        return {"kv_bits": 16, "kv_scales": None, "kv_bits_per_number": 8.0 * model.dtype.itemsize, "kv_exact": None}
     return {
         "kv_bits": model.kv_bits,
         "kv_scales": model.kv_plan.kind,
         "kv_bits_per_number": model.kv_stored_bits,
+        "kv_exact": 0 if model.kv_plan.scheme.at_once else None,
     }
 
 
@@ -87,7 +89,7 @@ class CacheChecks:
         figures: dict[str, Any] = {"planted_fact": None, "greedy": None}
         if not isinstance(model, Model) or (self.texts is None and self.greedy is None):
             return figures  # a streamed model has a 16-bit cache, and was refused
-        exact = with_exact_cache(model)
+        exact = with_cache(model)
         if self.texts is not None:
             figures["planted_fact"] = measure_planted(exact, model, self.texts, progress)
         if self.greedy is not None:

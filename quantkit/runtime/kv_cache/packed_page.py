@@ -93,6 +93,17 @@ class Packing:
                 parts["values"], parts["value_scales"] = numbers.encode_values(v, scheme.values, groups)
         return parts
 
+    def round_tokens(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Round tokens as they come, where the scheme keeps none exact; else return them as they are.
+
+        k, v: keys and values ``[batch, kv_heads, tokens, head_dim]``.
+        """
+        if not self.scheme.at_once or self.static is None:
+            return k, v
+        scales = (self.static.k_scale, k), (self.static.v_scale, v)
+        keys, values = (numbers.decode_fp8(numbers.encode_fp8(x, scale), scale).to(x.dtype) for scale, x in scales)
+        return keys, values
+
     def decode(self, stored: Mapping[str, Tensor], head_dim: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Decode fields into keys and values ``[..., kv_heads, 64, head_dim]`` of the run-time dtype.
 

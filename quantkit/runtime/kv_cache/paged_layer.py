@@ -141,13 +141,15 @@ class PagedLayer:
         self.coming = longest, min(gone)
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Store new tokens exactly as they come. Call ``trim`` after the read.
+        """Store new tokens exactly as they come, or rounded where none stays exact. Call ``trim`` after the read.
 
         k: keys ``[batch, kv_heads, tokens, head_dim]``.
         v: values, in the same shape.
         """
         tokens = k.shape[2]
         counts, self._counts = list(self._counts or [tokens] * k.shape[0]), None
+        if self.spec.packing is not None:
+            k, v = self.spec.packing.round_tokens(k, v)
         if self.exact is None:
             self.begin(k, v)
         exact = self.pool()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantkit.core.kvpages import decode_keys, decode_values, encode_keys, encode_values, rotate
-from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme, LayerScales
+from quantkit.core.kvscheme import PAGE_TOKENS, KVPlan, KVScheme, LayerScales
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.paged_layer import LayerSpec, PagedLayer, layer_spec
@@ -262,6 +262,18 @@ def test_fp8_rounds_to_three_bits_of_mantissa() -> None:
     fill(cache, k, v, [128])
     keys, _ = cache.read()
     assert torch.equal(keys[0, :, 4:64], k[0, :, 4:64].to(torch.float8_e4m3fn).float())
+
+
+def test_an_fp8_cache_read_as_other_engines_do_keeps_no_token_exact() -> None:
+    ones = torch.ones(HEADS, DIM)
+    plan = KVPlan(KVScheme.of("fp8")).rounded_at_once()
+    cache = PagedLayer(layer_spec(plan.scheme, LayerScales(ones, ones * 0, ones, ones * 0), torch.float32, CPU, None))
+    k, v = states(1, 130)
+    fill(cache, k, v, [70, *[1] * 60])  # a page that is packed, and the beginning of the next
+    for read, x in zip(cache.read(), (k, v), strict=True):
+        assert torch.equal(read, x.to(torch.float8_e4m3fn).float())
+    with pytest.raises(RequestError, match="Add --kv-bits fp8"):
+        KVPlan(KVScheme.of(4)).rounded_at_once()
 
 
 @pytest.mark.parametrize("bits", [16, 4, 2])
