@@ -69,10 +69,11 @@ def load(
     _check_options(where, dtype, dequantize, kernel, head_bits, keep_dense, graphs)
     source = open_source(ref)
     ends = end_tokens(source)
-    plan = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
+    stored = read_kv_plan(source.path) if source.path.is_dir() else None
+    plan = kv_plan(stored, kv_bits, kv_scales)
     reader = QuantizedReader(source)
     number = choose_dtype(dtype, where, compiled=bool(reader.modules) and not dequantize and kernel in (None, "numba"))
-    tell_of_foreign_scales(reader, plan)
+    tell_of_foreign_scales(reader, plan, stored)
     module = build_skeleton(source.config, number)
     if keep_dense and head_bits in (None, 16) and not reader.modules:
         raise RequestError(
@@ -80,9 +81,8 @@ def load(
         )
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
     _finish_layers(module, reader, where, number, dequantize, kernel, head_bits, keep_dense)
-    tokenizer = partial(_tokenizer, source)
     return Model(
-        module, source.config, device=where, dtype=number, read_tokenizer=tokenizer,
+        module, source.config, device=where, dtype=number, read_tokenizer=partial(_tokenizer, source),
         read_processor=partial(load_processor, source), path=source.path, end_tokens=ends, kv_plan=plan, graphs=graphs,
     )  # fmt: skip
 

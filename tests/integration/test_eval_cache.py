@@ -225,3 +225,22 @@ def test_a_wrong_request_for_a_cache_is_refused_before_any_weight_is_read(
         CliRunner().invoke(
             command, [str(tiny_original), "--data", str(text), "--seq-len", "64", *options], catch_exceptions=False
         )
+
+
+def test_an_fp8_cache_is_measured_as_other_engines_read_it_too(tiny_original: Path, text: Path, tmp_path: Path) -> None:
+    """They round every token as it is stored: what the newest tokens say is no longer exact."""
+    folder = tmp_path / "out"
+    quantkit.convert(
+        tiny_original, folder, method="rtn", kv_bits="fp8", calibration=str(text), samples=4, seq_len=64, device="cpu"
+    )
+    options: dict[str, Any] = {"baseline": folder, "data": str(text), "seq_len": SEQ_LEN, "tokens": SEQ_LEN}
+    ours, theirs = (evaluate(folder, kv_exact=exact, **options) for exact in (None, 0))
+    assert (ours.kv_exact, theirs.kv_exact) == (None, 0)
+    assert ours.kl_mean is not None
+    assert theirs.kl_mean is not None
+    assert theirs.kl_mean > 1.5 * ours.kl_mean
+    assert "no token exact" in theirs.table()
+    with pytest.raises(RequestError, match="0, or leave it out"):
+        evaluate(folder, kv_exact=1, **options)
+    with pytest.raises(RequestError, match="Add --kv-bits fp8"):
+        evaluate(folder, kv_bits=4, kv_exact=0, **options)

@@ -20,8 +20,8 @@ from quantkit.core.kvscheme import PAGE_TOKENS, KVScheme
 from quantkit.runtime.decode.family import MATRICES, Block, Family, recognise
 from quantkit.runtime.decode.proof import CLOSE, prove
 from quantkit.runtime.kernels.cpu_layouts import HalfWeight, PlanarWeight, dense_fields
+from quantkit.runtime.kernels.crew import Crew
 from quantkit.runtime.kernels.numba import threads
-from quantkit.runtime.kernels.numba.crew import Crew
 from quantkit.runtime.kv_cache.cache import KVCache
 from quantkit.runtime.kv_cache.paged_layer import LayerSpec, PagedLayer, SequencePages
 from quantkit.runtime.layers.linear import QuantLinear

@@ -57,13 +57,16 @@ def _no_static(stored: KVPlan | None, plan: KVPlan) -> str:
     )
 
 
-def tell_of_foreign_scales(reader: QuantizedReader, plan: KVPlan) -> None:
+def tell_of_foreign_scales(reader: QuantizedReader, plan: KVPlan, stored: KVPlan | None) -> None:
     """Warn if a checkpoint of another tool holds the scales of an fp8 cache.
 
     quantkit reads those of its own file only.
+
+    plan: of the cache that is used.
+    stored: the checkpoint's own plan, None in those of other tools.
     """
     names = reader.cache_names()
-    if names and plan.kind != "fp8" and not plan.static:
+    if names and stored is None and plan.kind != "fp8" and not plan.static:
         warnings.warn(
             f"{reader.source.path}: {len(names)} scales of an fp8 KV cache (first {names[0]}) are stored for other"
             f" engines and not read. The cache has {bits_words(plan.label)}; `quantkit convert --kv-bits fp8`"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantkit.runtime.kernels.numba.crew import LATEST, SOONEST, TRIAL, VALID, Crew
+from quantkit.runtime.kernels.crew import LATEST, SOONEST, TRIAL, VALID, Crew
 
 
 class Machine:

@@ -26,7 +26,7 @@ import torch
 
 from quantkit.core.interrupt import undisturbed
 from quantkit.errors import QuantkitWarning, RequestError
-from quantkit.runtime.kernels.numba.crew import Crew
+from quantkit.runtime.kernels.crew import Crew
 
 MOST = 64  # threads
 PATIENCE = 20_000  # empty looks before a worker sleeps: about a millisecond
