@@ -23,7 +23,7 @@ from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.scheme import Scheme
 
 BLOCK = 128  # columns whose gradients are brought up to date together
-_ELEMENTS = 1 << 22  # weights in work at a time on a CPU: about nine times as many floats are alive
+_ELEMENTS, _ROWS = 1 << 21, 512  # weights in work at a time on a CPU, and rows at least: some nine times as many floats
 _ELEMENTS_GPU = 1 << 25
 # a scale may change by this factor at most: beyond it the equations are ill-conditioned, not the range wrong
 REACH = 2.0
@@ -47,7 +47,7 @@ def refine(
     """
     h = hessian.float()
     size = _ELEMENTS if weight.device.type == "cpu" else _ELEMENTS_GPU
-    rows = max(1, size // weight.shape[1])
+    rows = max(_ROWS, size // weight.shape[1])  # every piece reads the whole Hessian
     parts = []
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
