@@ -188,7 +188,8 @@ def int8_activations(c: Checkpoint) -> bool:
 
 def bfloat16_scales(c: Checkpoint) -> str | None:
     """Scales of W8A8 weights are kept in float32 (vLLM: schemes/compressed_tensors_w8a8_int8.py, create_weights)."""
-    cast = [weight.scheme for weight in c.weights if weight.scheme.activations is None]
+    integers = [weight.scheme for weight in c.weights if weight.scheme.number == "integer"]
+    cast = [scheme for scheme in integers if scheme.activations is None]
     if not c.bfloat16 or all(scheme.scale_dtype == "bfloat16" for scheme in cast):
         return None
     return "casts scales to bf16"

@@ -22,8 +22,7 @@ from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decision_sha256
 from quantkit.convert.stages.tune import TuneInputs, tune_block
 from quantkit.core import affine
-from quantkit.core.activations import round_input
-from quantkit.core.affine import SMALLEST_SCALE
+from quantkit.core.activations import input_hook
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
@@ -186,7 +185,7 @@ def _write_result(solver: Solver, entry: _Solved, result: BlockResult) -> None:
     result.digests[target.name] = decision_sha256(q.to("cpu"))
     linear.weight = nn.Parameter(dequantized, requires_grad=False)
     if q.scheme.activations is not None:
-        linear.register_forward_pre_hook(round_input)
+        linear.register_forward_pre_hook(input_hook(q.scheme))
 
 
 def _solve(solver: Solver, stack: _Stack) -> Steps:
@@ -257,7 +256,7 @@ def _report(
         bits=q.bits_stored,
         damping=solution.damping,
         fallback=solution.fallback,
-        raised_scales=int((q.scales.float() <= SMALLEST_SCALE).sum()),
+        raised_scales=int((q.scales.float() <= affine.smallest_scale(q.scheme)).sum()),
         tokens=group.tokens,
         dropped_tokens=group.dropped,
     )
