@@ -227,7 +227,7 @@ def _solve(
     rows, in_features = weight.shape
     width = scheme.width(in_features)
     scales, zeros = affine.minmax_params(weight, scheme)
-    alone = replace(scheme, group_size=None)  # one group
+    alone = scheme if scheme.number != "integer" else replace(scheme, group_size=None)  # one group
     cost = upper.diagonal().square().reciprocal()
     rest = weight.t()[order].contiguous()
     pointed = scheme.number != "integer"

@@ -47,7 +47,8 @@ class QuantTensor:
         if tuple(self.scales.shape) != expected or self.scales.dtype not in dtypes:
             raise CheckpointError(
                 f"scales are {self.scales.dtype} {list(self.scales.shape)}; {self.scheme.describe()} over "
-                f"{list(self.shape)} needs {' or '.join(str(d).removeprefix('torch.') for d in dtypes)} {list(expected)}"
+                f"{list(self.shape)} needs {' or '.join(str(t).removeprefix('torch.') for t in dtypes)}"
+                f" {list(expected)}"
             )
         if not bool((torch.isfinite(self.scales) & (self.scales > 0)).all()):
             raise CheckpointError("a scale is not finite and positive: the file is damaged")
@@ -82,7 +83,7 @@ class QuantTensor:
     def bits_stored(self) -> int:
         """Bits that codes, scales and zeros take (zeros counted at ``bits`` each, as formats pack them)."""
         if self.scheme.number != "integer":
-            each = 8 * getattr(torch, self.scheme.scale_dtype).itemsize
+            each = 8 * self.scheme.stored_scale_dtype.itemsize
             return (
                 self.shape[0] * self.shape[1] * self.scheme.bits
                 + self.scheme.scales_stored(*self.shape) * each

@@ -134,6 +134,12 @@ class Scheme:
         """The dtype that scales are held in: float32 beside numbers with a point, whatever the file stores."""
         return SCALE_DTYPES[self.scale_dtype] if self.number == "integer" else torch.float32
 
+    @property
+    def stored_scale_dtype(self) -> torch.dtype:
+        """The dtype that scales are stored in."""
+        dtype: torch.dtype = getattr(torch, self.scale_dtype)
+        return dtype
+
     def scales_stored(self, out_features: int, in_features: int) -> int:
         """Count the scales of a weight: those that rows share once."""
         shared = out_features if self.rows is None else self.rows

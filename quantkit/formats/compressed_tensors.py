@@ -41,8 +41,8 @@ from quantkit.core.packing import PackedCodes, pack_rows, packed_width, unpack_r
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats.floats import compressed as floats
 from quantkit.formats.common import dividing_group_size, match_pattern, ragged, scale_dtype_name, zeros_that_fit
+from quantkit.formats.floats import compressed as floats
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 from quantkit.formats.stored_parts import require_shape
 
@@ -194,11 +194,14 @@ class CompressedTensors:
                 parts[module] = packed + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
             elif name.endswith(".weight_scale") and f"{name.removesuffix('_scale')}" in stored:
                 module = name.removesuffix(".weight_scale")
-                beside = (f"{module}.{part}" for part in (ZERO, "input_scale", "input_zero_point"))
+                pointed = floats.FORMS["fp8"] in forms or NAIVE in forms
+                static = f"{module}.{floats.INPUT}" in stored
+                known = () if pointed else (floats.INPUT,)
+                beside = (f"{module}.{part}" for part in (ZERO, *known, "input_zero_point"))
                 other = next((part for part in beside if part in stored), None)
                 if other is not None:
                     raise CheckpointError(f"{other}: zero points and static activations of '{INT}' are not read.")
-                parts[module] = PLAIN
+                parts[module] = (*PLAIN, *((floats.INPUT,) if static else ()))
         return parts
 
     @staticmethod

@@ -24,6 +24,7 @@ from quantkit.runtime.images.processor import load_processor
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kv_cache.choose import kv_plan, tell_of_foreign_scales
 from quantkit.runtime.layers.build import fill
+from quantkit.runtime.layers.dense_source import stored_experts, tell_of_static_activations
 from quantkit.runtime.layers.fused import fuse_linears
 from quantkit.runtime.layers.head import check_head_bits, compact_head, default_head_bits, round_head
 from quantkit.runtime.layers.linear import KERNELS, QuantLinear
@@ -67,12 +68,13 @@ def load(
     """
     where = choose_device(device)
     _check_options(where, dtype, dequantize, kernel, head_bits, keep_dense, graphs)
-    source = open_source(ref)
+    source = stored_experts(open_source(ref))
     ends = end_tokens(source)
     plan = kv_plan(read_kv_plan(source.path) if source.path.is_dir() else None, kv_bits, kv_scales)
     reader = QuantizedReader(source)
     number = choose_dtype(dtype, where, compiled=bool(reader.modules) and not dequantize and kernel in (None, "numba"))
     tell_of_foreign_scales(reader, plan)
+    tell_of_static_activations(reader)
     module = build_skeleton(source.config, number)
     if keep_dense and head_bits in (None, 16) and not reader.modules:
         raise RequestError(

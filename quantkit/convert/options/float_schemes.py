@@ -33,8 +33,9 @@ def apply_scheme(given: Mapping[str, Any]) -> dict[str, Any]:
         wanted = given.get(option, getattr(scheme, option))
         wanted = None if option == "group_size" and wanted == "channel" else wanted
         if wanted != getattr(scheme, option):
-            typed = {True: "--sym", False: "--asym"}.get(wanted) if option == "symmetric" else None
-            typed = typed or f"--{option.replace('_', '-')} {'channel' if wanted is None else wanted}"
+            typed = f"--{option.replace('_', '-')} {'channel' if wanted is None else wanted}"
+            if option == "symmetric":
+                typed = "--asym"
             raise RequestError(f"{typed}: --scheme {name} is {scheme.describe()}. Leave one of them out.")
     chosen = {option: getattr(scheme, option) for option in (*SET, "scale_dtype")}
     chosen["activations"] = USUAL_ACTIVATIONS.get(str(name))
@@ -55,6 +56,11 @@ def check_scheme(options: ConvertOptions) -> None:
         raise RequestError(
             f"{flag} with --method {options.method}: that method rounds to integers only. Use --method"
             f" {', '.join(METHODS[:-1])} or {METHODS[-1]}; --preset balanced is recommended."
+        )
+    if options.activations == "nvfp4" and options.method == "rtn":
+        raise RequestError(
+            "--activations nvfp4 with --method rtn: their global scale comes from a text, which rtn does not read. Use"
+            " --method gptq or awq."
         )
     if options.format != "compressed-tensors":
         raise RequestError(

@@ -294,8 +294,8 @@ def _say_adapted(
         targets.warnings.append(
             f"{ragged} of {len(targets.chosen)} linears end in a short group (only quantkit reads those)"
         )
-    sizes = {t.scheme.group_size for t in targets.chosen.values() if t.scheme.number == "integer"}
-    for size in sorted(sizes - set(COMMON_GROUPS), key=str):
+    integers = (t.scheme for t in targets.chosen.values() if t.scheme.number == "integer")
+    for size in sorted({scheme.group_size for scheme in integers} - set(COMMON_GROUPS), key=str):
         targets.warnings.append(
             f"groups of {size}: the kernels of vLLM, SGLang and others know 32, 64, 128 and per channel"
         )

@@ -23,6 +23,7 @@ from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decis
 from quantkit.convert.stages.tune import TuneInputs, tune_block
 from quantkit.core import affine
 from quantkit.core.activations import input_hook
+from quantkit.core.floats.numbers import LARGEST_E2M1, LARGEST_E4M3
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
@@ -189,7 +190,8 @@ def _write_result(solver: Solver, entry: _Solved, result: BlockResult) -> None:
 
 
 def _solve(solver: Solver, stack: _Stack) -> Steps:
-    o, hessian, scheme = solver.options, stack.group.hessian, stack.targets[0].scheme
+    o, hessian = solver.options, stack.group.hessian
+    scheme = _with_input_scale(stack.targets[0].scheme, stack.group)
     weight = torch.cat([linear.weight for linear in stack.linears])
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
@@ -207,6 +209,17 @@ def _solve(solver: Solver, stack: _Stack) -> Steps:
     if o.method in CALIBRATED and o.method != "smooth":
         return replace(found, fallback="rounded: no calibration token reached this layer")
     return found
+
+
+def _with_input_scale(scheme: Scheme, group: InputGroup) -> Scheme:
+    """Fix the global scale of nvfp4 activations: the largest one seen becomes the largest number.
+
+    An input that no token reached has the scale of a largest activation of 1.
+    """
+    if scheme.activations != "nvfp4":
+        return scheme
+    largest = 0.0 if group.largest is None else float(group.largest.max())
+    return replace(scheme, input_global_scale=LARGEST_E4M3 * LARGEST_E2M1 / (largest if largest > 0 else 1.0))
 
 
 def _nearest(weight: Tensor, solution: Solution) -> Solution:

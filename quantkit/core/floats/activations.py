@@ -54,7 +54,7 @@ def _groups(x: Tensor, group: int | None) -> Tensor:
     width = x.shape[-1]
     size = group or width
     padded = torch.nn.functional.pad(x.float(), (0, -width % size))
-    return padded.unflatten(-1, (-1, size))
+    return padded.reshape(*padded.shape[:-1], -1, size)
 
 
 def _whole(parts: Tensor, x: Tensor) -> Tensor:

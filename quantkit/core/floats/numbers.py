@@ -82,5 +82,10 @@ def encode_e8m0(scales: Tensor) -> Tensor:
 
 def decode_e8m0(codes: Tensor) -> Tensor:
     """Return ``2**(code - 127)`` of uint8 codes, float32; 255 is NaN."""
-    powers = torch.ldexp(torch.ones((), device=codes.device), codes.to(torch.int32) - BIAS_E8M0)
-    return torch.where(codes == NAN_E8M0, torch.nan, powers)
+    bits = torch.where(codes == 0, 1 << 22, codes.to(torch.int32) << 23)  # 2**-127 is subnormal
+    return torch.where(codes == NAN_E8M0, torch.nan, bits.to(torch.int32).view(torch.float32))
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Return ``2**exponent`` exactly, float32, for whole numbers from -126 to 127; others are the nearest of those."""
+    return decode_e8m0((exponent.to(torch.int32) + BIAS_E8M0).clamp(1, 254).to(torch.uint8))

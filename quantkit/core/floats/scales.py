@@ -27,6 +27,7 @@ from quantkit.core.floats.numbers import (
     decode_e4m3,
     encode_e2m1,
     encode_e4m3,
+    power_of_two,
     round_e2m1,
     round_e4m3,
 )
@@ -36,7 +37,8 @@ from quantkit.errors import NumericsError
 
 SMALLEST = 2.0**-40  # of fp8 and mxfp4: no weight of a model is that small
 LEAST_E4M3 = 2.0**-9
-FP8_OCTAVES = tuple(step / 8 for step in (0, 1, 2, 3, 4, 5, 6, 7, -1, -2))  # of the scale: which phase fits the row best
+# Of the scale, in octaves: which phase fits the row best.
+FP8_OCTAVES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, -0.125, -0.25)
 NVFP4_NEIGHBOURS = (0, 1, 2, 3, 4, 5, 6, -1, -2)  # in E4M3, above the scale that takes the largest weight to 6
 MXFP4_NEIGHBOURS = (0, 1, -1)
 FOUR = 4.0  # "four over six": the largest weight may become 4 instead of 6, where the numbers lie closer
@@ -95,7 +97,7 @@ def store(scale: Tensor, scheme: Scheme) -> Tensor:
         return round_e4m3((scale * scheme.global_scale).clamp(min=LEAST_E4M3)) / scheme.global_scale
     scale = scale.clamp(min=SMALLEST)
     if scheme.number == "mxfp4":
-        return torch.exp2(scale.log2().round_())
+        return power_of_two(scale.log2().round_())
     return scale.bfloat16().float() if scheme.scale_dtype == "bfloat16" else scale
 
 
@@ -107,7 +109,7 @@ def from_largest(most: Tensor, scheme: Scheme) -> Tensor:
     """
     if scheme.number == "mxfp4":
         exponent = torch.frexp(most.float().clamp(min=SMALLEST))[1] - 1
-        return torch.ldexp(torch.ones_like(most, dtype=torch.float32), exponent - 2).clamp(min=SMALLEST)
+        return power_of_two(exponent - 2).clamp(min=SMALLEST)
     return store(most.float() / largest(scheme), scheme)
 
 
@@ -121,7 +123,7 @@ def candidates(most: Tensor, scheme: Scheme) -> Iterator[Tensor]:
     if scheme.number == "fp8":
         yield from (store(first * 2.0**octave, scheme) for octave in FP8_OCTAVES)
     elif scheme.number == "mxfp4":
-        yield from (torch.ldexp(first, torch.tensor(step)).clamp(min=SMALLEST) for step in MXFP4_NEIGHBOURS)
+        yield from ((first * 2.0**step).clamp(min=SMALLEST) for step in MXFP4_NEIGHBOURS)
     else:
         assert scheme.global_scale is not None
         code = encode_e4m3(first * scheme.global_scale).to(torch.int16)

@@ -3,7 +3,7 @@
 Per linear ``X`` (out_features N, in_features K). ``float-quantized``, one E4M3 byte a weight::
 
     X.weight                float8_e4m3fn [N, K]
-    X.weight_scale          float32 (or 16 bit): [N, 1] strategy channel; [1] tensor; [N / 128, K / 128] block, rounded up
+    X.weight_scale          float32 (or 16 bit): [N, 1] channel; [1] tensor; [N / 128, K / 128] block, rounded up
 
 ``nvfp4-pack-quantized``, two E2M1 codes a byte, the even input in the low half::
 
@@ -17,7 +17,7 @@ Per linear ``X`` (out_features N, in_features K). ``float-quantized``, one E4M3 
     X.weight_packed         uint8 [N, K / 2]
     X.weight_scale          uint8 [N, K / 32]    E8M0: 2**(byte - 127); 255 is NaN and refused
 
-compressed_tensors 0.19: compressors/{naive_quantized,nvfp4,mxfp4}/base.py, quantization/quant_scheme.py (presets). vLLM:
+compressed_tensors 0.19: compressors/{naive_quantized,nvfp4,mxfp4}/base.py, quantization/quant_scheme.py. vLLM:
 compressed_tensors/schemes/compressed_tensors_{w8a8_fp8,w8a16_fp8,w4a4_nvfp4,w4a16_nvfp4,w4a16_mxfp4}.py. Engines run q,
 k and v (gate and up) as one matrix and take the LARGEST of their global scales for all: ours are one number for them.
 """
@@ -40,7 +40,7 @@ from quantkit.formats.interface import Refusal, TensorHeader
 from quantkit.formats.stored_parts import require_shape
 
 FORMS = {"fp8": "float-quantized", "nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized"}
-GLOBAL, INPUT_GLOBAL = "weight_global_scale", "input_global_scale"
+GLOBAL, INPUT_GLOBAL, INPUT = "weight_global_scale", "input_global_scale", "input_scale"
 SCALE_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _ARGS: dict[str, Any] = {
     "num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "strategy": None, "block_structure": None,
@@ -62,17 +62,16 @@ def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | N
 
 def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
     """Count the bytes of all tensors that ``encode`` makes of such a weight."""
-    each = getattr(torch, scheme.scale_dtype).itemsize
-    scales = scheme.scales_stored(out_features, in_features) * each
+    scales = scheme.scales_stored(out_features, in_features) * scheme.stored_scale_dtype.itemsize
     numbers = (1 if scheme.number == "nvfp4" else 0) + (1 if scheme.activations == "nvfp4" else 0)
     return out_features * in_features * scheme.bits // 8 + scales + 4 * numbers
 
 
 def encode(q: QuantTensor) -> dict[str, Tensor]:
-    """Turn codes and scales into tensors by local name. Raises CheckpointError for a scale that the file cannot hold."""
+    """Turn codes and scales into tensors by local name. Raises CheckpointError for a scale that cannot be stored."""
     if q.scheme.number == "fp8":
         weight = q.codes.view(torch.float8_e4m3fn)
-        return {"weight": weight.contiguous(), "weight_scale": _shared_once(q).to(_dtype(q.scheme))}
+        return {"weight": weight.contiguous(), "weight_scale": _shared_once(q).to(q.scheme.stored_scale_dtype)}
     packed = pack_rows(q.codes, 4).contiguous().view(torch.uint8)[:, : q.shape[1] // 2].contiguous()
     if q.scheme.number == "mxfp4":
         return {"weight_packed": packed, "weight_scale": encode_e8m0(q.scales)}
@@ -87,7 +86,7 @@ def encode(q: QuantTensor) -> dict[str, Tensor]:
 
 
 def decode(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
-    """Undo ``encode``; the files of other tools, too. Raises CheckpointError, naming the tensor, for what is damaged."""
+    """Undo ``encode``, of other tools' files too. Raises CheckpointError, naming the tensor, for damage."""
     return decode_fp8(parts, scheme) if scheme.number == "fp8" else decode_fp4(parts, scheme)
 
 
@@ -166,10 +165,6 @@ def _shared_once(q: QuantTensor) -> Tensor:
     return q.scales[:: q.scheme.rows].contiguous()
 
 
-def _dtype(scheme: Scheme) -> torch.dtype:
-    return next(dtype for dtype, name in SCALE_DTYPES.items() if name == scheme.scale_dtype)
-
-
 def weights_json(scheme: Scheme) -> dict[str, Any]:
     """Return a config group's ``weights``."""
     if scheme.number == "fp8":
@@ -226,7 +221,7 @@ def _with_activations(
     module: str, scheme: Scheme, activations: Mapping[str, Any] | None, dtype: str | None = None
 ) -> Scheme:
     scheme = scheme if dtype is None else replace(scheme, scale_dtype=dtype)
-    if not activations:
+    if not activations or (scheme.number == "fp8" and not activations.get("dynamic")):  # static: ``load`` tells of it
         return scheme
     kind = {"fp8": "fp8", "nvfp4": "nvfp4"}.get(scheme.number)
     wanted = None if kind is None else activations_json(replace(scheme, activations=kind))
@@ -234,7 +229,7 @@ def _with_activations(
     if wanted is None or any(activations.get(key) != wanted[key] for key in keys):
         words = ", ".join(f"{key} {activations.get(key)!r}" for key in keys)
         raise CheckpointError(
-            f"{module}: activations with {words} beside {scheme.describe()} are not run here; dynamic ones per token"
-            " (fp8, per 128 inputs beside blocks) and nvfp4 with local scales are. Use it as the source of a conversion."
+            f"{module}: activations with {words} beside {scheme.describe()} are not run here; fp8 rounded per token"
+            " (beside blocks per 128 inputs) and nvfp4 with local scales are."
         )
     return replace(scheme, activations=kind)

@@ -249,7 +249,9 @@ def _round_inputs(module: nn.Module, reader: QuantizedReader, module_names: dict
         scheme = reader.scheme(stored)
         if isinstance(scheme, Scheme) and scheme.activations is not None:
             if scheme.activations == "nvfp4":  # what the file fixes for this module is in its tensors
-                scheme = reader.module(stored).scheme
+                module_value = reader.module(stored)
+                assert isinstance(module_value, QuantTensor)
+                scheme = module_value.scheme
             module.get_submodule(name).register_forward_pre_hook(input_hook(scheme))
 
 

@@ -106,13 +106,14 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
     if q.scheme.number != "integer":
         if kernel not in (None, "float"):
             raise RequestError(
-                f"kernel={kernel!r} takes integers; these weights are {q.scheme.describe()}. Leave the kernel to quantkit."
+                f"kernel={kernel!r} takes integers; these weights are {q.scheme.describe()}. Leave the kernel to"
+                " quantkit."
             )
         return FloatWeight(q).to(device)
     if kernel == "float":
         raise RequestError(
-            f"kernel={kernel!r} takes FP8, NVFP4 and MXFP4; these weights are {q.scheme.describe()}. Leave the kernel to"
-            " quantkit."
+            f"kernel={kernel!r} takes FP8, NVFP4 and MXFP4; these weights are {q.scheme.describe()}. Leave the kernel"
+            " to quantkit."
         )
     if q.scheme.activations is not None:
         return _pack_w8a8(q, device, kernel)
