@@ -19,9 +19,9 @@ from torch import Tensor
 
 from quantkit.algorithms import LARGEST_FACTOR, Scales, Solution
 from quantkit.core import affine
-from quantkit.core.floats import scales as floats
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding import scales as floats
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 

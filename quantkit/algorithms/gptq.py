@@ -26,9 +26,9 @@ from quantkit.algorithms.refine import Descent, refine, row_losses
 from quantkit.algorithms.rtn import rtn_steps
 from quantkit.algorithms.together import Ranges, Search, Solver, together
 from quantkit.core import affine
-from quantkit.core.floats import scales as floats
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding import scales as floats
 from quantkit.core.scheme import Scheme
 
 

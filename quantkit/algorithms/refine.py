@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from quantkit.core import affine
-from quantkit.core.floats import scales as floats
 from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.core.rounding import scales as floats
 from quantkit.core.scheme import Scheme
 
 BLOCK = 128  # columns whose gradients are brought up to date together

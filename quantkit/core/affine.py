@@ -3,7 +3,7 @@
 ``w = (code - zero) * scale`` with unsigned codes, ``0 <= code < 2**bits``; groups run along ``in_features`` and the
 last group may be shorter. Scales are rounded to their storage dtype before codes are chosen. Every kernel, format and
 algorithm is tested against this file. Codes that are numbers with a point (``Scheme.number``) have no zero points:
-``w = number(code) * scale``; they are handed on to ``core.floats.scales``.
+``w = number(code) * scale``; they are handed on to ``core.rounding.scales``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.core import compiled
-from quantkit.core.floats import scales as floats
 from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.core.rounding import scales as floats
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 

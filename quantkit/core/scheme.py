@@ -12,8 +12,8 @@ from quantkit.errors import RequestError
 
 SCALE_DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# Numbers with a point (``core.floats``): bits of a code, group size (0: any that a file has), dtypes of stored scales,
-# activations that go with them.
+# Numbers with a point (``core.rounding``): bits of a code, group size (0: any that a file has), dtypes of stored
+# scales, activations that go with them.
 FLOATS: dict[str, tuple[int, int, tuple[str, ...], tuple[str | None, ...]]] = {
     "fp8": (8, 0, ("float32", "bfloat16", "float16"), (None, "fp8")),
     "nvfp4": (4, 16, ("float8_e4m3fn",), (None, "nvfp4")),
@@ -31,9 +31,9 @@ class Scheme:
     symmetric: the zero point is ``2**(bits-1)`` and is not stored.
     scale_dtype: the dtype that scales are stored in; codes are chosen for the rounded scale.
     activations: None for floating point, or "int8": the weight's inputs are rounded at run time too, symmetric, one
-        scale per token (``core.activations``); such weights have 8 bits, one scale per channel, no zero points: what
-        integer matrix units multiply. "fp8" and "nvfp4" round to the numbers of that name.
-    number: what a code is: "integer", "fp8", "nvfp4" or "mxfp4" (``core.floats.scales``); the last three are symmetric.
+        scale per token (``core.rounding.activations``); such weights have 8 bits, one scale per channel, no zero
+        points: what integer matrix units multiply. "fp8" and "nvfp4" round to the numbers of that name.
+    number: what a code is: "integer", "fp8", "nvfp4" or "mxfp4" (``core.rounding.scales``); those are symmetric.
     rows: of fp8: output rows that share their scales, 1, a block's number, or None for all.
     global_scale: of one weight in nvfp4: what its block scales are divided by; None until the weight is known.
     input_global_scale: the same of its activations, where they are nvfp4.

@@ -196,8 +196,8 @@ class CompressedTensors:
                 module = name.removesuffix(".weight_scale")
                 pointed = floats.FORMS["fp8"] in forms or NAIVE in forms
                 static = f"{module}.{floats.INPUT}" in stored
-                known = () if pointed else (floats.INPUT,)
-                beside = (f"{module}.{part}" for part in (ZERO, *known, "input_zero_point"))
+                unread = [ZERO, "input_zero_point"] if pointed else [ZERO, floats.INPUT, "input_zero_point"]
+                beside = (f"{module}.{part}" for part in unread)
                 other = next((part for part in beside if part in stored), None)
                 if other is not None:
                     raise CheckpointError(f"{other}: zero points and static activations of '{INT}' are not read.")

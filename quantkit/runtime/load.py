@@ -74,7 +74,6 @@ def load(
     reader = QuantizedReader(source)
     number = choose_dtype(dtype, where, compiled=bool(reader.modules) and not dequantize and kernel in (None, "numba"))
     tell_of_foreign_scales(reader, plan)
-    tell_of_static_activations(reader)
     module = build_skeleton(source.config, number)
     if keep_dense and head_bits in (None, 16) and not reader.modules:
         raise RequestError(
@@ -120,6 +119,7 @@ def _finish_layers(
     keep_dense: bool,
 ) -> None:
     """Give the head its run-time form, keep float copies where asked for, and fuse linears on a GPU."""
+    tell_of_static_activations(reader)
     plain = dequantize or kernel not in (None, "numba") or dtype != torch.float32
     head_bits = head_bits or default_head_bits(module, reader, device, 16 if plain else 8)
     if head_bits in (4, 8):

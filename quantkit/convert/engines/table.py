@@ -13,6 +13,7 @@ from quantkit.convert.engines.rules import (
     Engine,
     EngineRule,
     Mixtures,
+    Splits,
     first,
     fused_rows,
     heads,
@@ -403,4 +404,9 @@ QUANTKIT = Engine(
     layers=lambda c: None,
 )  # fmt: skip
 
+FLOAT_SPLITS: Splits = (
+    ("vllm/model_executor/models/llama.py:145-155", heads),
+    ("vllm/model_executor/layers/linear.py:497, 1708", divisible),
+    ("the groups of its scales", whole_groups),
+)
 ENGINES = (QUANTKIT, VLLM, SGLANG, LMDEPLOY, TRANSFORMERS, GPTQMODEL, LLAMA_CPP)

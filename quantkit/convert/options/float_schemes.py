@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
-
-if TYPE_CHECKING:
-    from quantkit.convert.options.options import ConvertOptions
 
 SET = ("bits", "group_size", "symmetric")  # a scheme fixes these
 METHODS = ("gptq", "awq", "rtn")  # that round to a scheme's numbers
@@ -42,8 +39,13 @@ def apply_scheme(given: Mapping[str, Any]) -> dict[str, Any]:
     return {option: value for option, value in chosen.items() if option not in given}
 
 
-def check_scheme(options: ConvertOptions) -> None:
-    """Refuse what does not go with ``--scheme``. Raises RequestError with the remedy."""
+def check_scheme(options: Any) -> None:
+    """Refuse what does not go with ``--scheme``.
+
+    options: ``ConvertOptions``.
+
+    Raises RequestError with the remedy.
+    """
     if options.scheme is None:
         return
     flag = f"--scheme {options.scheme}"

@@ -22,10 +22,10 @@ from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decision_sha256
 from quantkit.convert.stages.tune import TuneInputs, tune_block
 from quantkit.core import affine
-from quantkit.core.activations import input_hook
-from quantkit.core.floats.numbers import LARGEST_E2M1, LARGEST_E4M3
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding.activations import input_hook
+from quantkit.core.rounding.numbers import LARGEST_E2M1, LARGEST_E4M3
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 from quantkit.formats.interface import Format
@@ -219,7 +219,8 @@ def _with_input_scale(scheme: Scheme, group: InputGroup) -> Scheme:
     if scheme.activations != "nvfp4":
         return scheme
     largest = 0.0 if group.largest is None else float(group.largest.max())
-    return replace(scheme, input_global_scale=LARGEST_E4M3 * LARGEST_E2M1 / (largest if largest > 0 else 1.0))
+    stored = torch.tensor(LARGEST_E4M3 * LARGEST_E2M1 / (largest if largest > 0 else 1.0))  # float32
+    return replace(scheme, input_global_scale=float(stored))
 
 
 def _nearest(weight: Tensor, solution: Solution) -> Solution:

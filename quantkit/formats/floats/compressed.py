@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.floats.numbers import NAN_E8M0, decode_e4m3, decode_e8m0, encode_e8m0
 from quantkit.core.packing import pack_rows, unpack_rows
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding.numbers import NAN_E8M0, decode_e4m3, decode_e8m0, encode_e8m0
 from quantkit.core.scheme import BLOCK, Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.interface import Refusal, TensorHeader

@@ -50,6 +50,8 @@ class FP8:
         if dtype is None:
             raise CheckpointError(f"{scale} is {infos[scale].dtype}; float32, bfloat16 and float16 are read.")
         size = config.get("weight_block_size")
+        rows: int | None
+        width: int | None
         if scale == BLOCKS:
             rows, width = _block(size)
         elif size is not None:

@@ -1,7 +1,7 @@
 """Weights whose codes are numbers with a point (FP8, NVFP4, MXFP4) in torch, any device: dequantized where used.
 
-``linear_float(x, w, bias) = round(x) @ dequantize(w).T + bias`` with ``core.floats.activations`` for x, where the
-weight's activations are quantized: what an engine's own kernel computes, up to the order of its sums.
+``linear_float(x, w, bias) = round(x) @ dequantize(w).T + bias`` with ``core.rounding.float_activations`` for x, where
+the weight's activations are quantized: what an engine's own kernel computes, up to the order of its sums.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quantkit.core import affine
-from quantkit.core.floats.activations import round_for
 from quantkit.core.packing import PackedCodes, pack_rows, unpack_rows
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding.float_activations import round_for
 from quantkit.runtime.kernels.reference import PackedWeight, linear_dequantize
 
 
@@ -20,7 +20,7 @@ class FloatWeight(PackedWeight):
     """Codes as they are stored, one or two a byte, and scales.
 
     bytes: uint8 ``[out, in]`` (fp8), or int32 words of 4-bit codes ``[out, ceil(in / 8)]``. scales: ``[out, groups]``,
-    float32: what ``core.floats.scales`` says.
+    float32: what ``core.rounding.scales`` says.
     """
 
     layout = "float"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.source import Source, TensorInfo
-from quantkit.core.activations import input_hook
 from quantkit.core.host import release_free_memory
 from quantkit.core.mapped import View, owned
 from quantkit.core.qtensor import BlockTensor, QuantTensor
+from quantkit.core.rounding.activations import input_hook
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, SourceError, UnsupportedModel
 from quantkit.formats.reader import QuantizedReader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from quantkit.core import affine
-from quantkit.core.activations import input_hook
-from quantkit.core.floats import activations, numbers, scales
+from quantkit.core.rounding import float_activations as activations
+from quantkit.core.rounding import numbers, scales
+from quantkit.core.rounding.activations import input_hook
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError, RequestError
 
@@ -56,7 +58,11 @@ def test_every_e2m1_code_is_the_number_of_its_definition_and_encodes_back() -> N
     [(E4M3, numbers.encode_e4m3, numbers.round_e4m3), (E2M1, numbers.encode_e2m1, numbers.round_e2m1)],
     ids=["e4m3", "e2m1"],
 )
-def test_rounding_takes_the_nearest_and_the_even_code_at_every_tie(table: dict, encode, round_) -> None:  # type: ignore[no-untyped-def,type-arg]
+def test_rounding_takes_the_nearest_and_the_even_code_at_every_tie(
+    table: dict[int, Fraction],
+    encode: Callable[[torch.Tensor], torch.Tensor],
+    round_: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     sign = 128 if len(table) > 16 else 8
     positive = sorted((value, code) for code, value in table.items() if code < sign)
     for (low, below), (high, above) in itertools.pairwise(positive):
@@ -177,5 +183,5 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
     broken = weight()
     broken[0, 0] = float("inf")
     for name in ("fp8", "nvfp4"):
-        with pytest.raises(NumericsError, match="finite|infinite"):
+        with pytest.raises(NumericsError, match=r"finite|infinite"):
             affine.minmax_params(broken, affine.fixed(broken, Scheme.of(name)))

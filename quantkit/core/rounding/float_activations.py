@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.core.floats.numbers import LARGEST_E2M1, LARGEST_E4M3, round_e2m1, round_e4m3
-from quantkit.core.floats.scales import LEAST_E4M3
+from quantkit.core.rounding.numbers import LARGEST_E2M1, LARGEST_E4M3, round_e2m1, round_e4m3
+from quantkit.core.rounding.scales import LEAST_E4M3
 from quantkit.core.scheme import Scheme
 
 SMALLEST_FP8 = 1.0 / (LARGEST_E4M3 * 512.0)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.core.floats.activations import round_for
+from quantkit.core.rounding.float_activations import round_for
 from quantkit.core.scheme import Scheme
 
 LEVELS = 127

@@ -20,7 +20,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit.core.floats.numbers import (
+from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.core.rounding.numbers import (
     LARGEST_E2M1,
     LARGEST_E4M3,
     decode_e2m1,
@@ -31,7 +32,6 @@ from quantkit.core.floats.numbers import (
     round_e2m1,
     round_e4m3,
 )
-from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 
