@@ -223,3 +223,60 @@ def test_what_cannot_be_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         quantkit.convert(tiny_original, out=tmp_path / "out", **options)
+
+
+def test_nvfp4_of_modelopt_is_quantized_anew_and_its_own_config_stays_behind(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(made["nvfp4"], tmp_path / "modelopt"))
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight_packed")]:
+        module = name.removesuffix(".weight_packed")
+        tensors[f"{module}.weight"] = tensors.pop(name)
+        tensors[f"{module}.weight_scale_2"] = 1 / tensors.pop(f"{module}.weight_global_scale")[0]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    (source / "model.safetensors.index.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    words = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (source / "hf_quant_config.json").write_text(json.dumps(words))
+    logits = [quantkit.load(folder, device="cpu", dtype="float32", head_bits=16)(IDS)
+              for folder in (source, made["nvfp4"])]  # fmt: skip
+    assert torch.equal(*logits)
+    convert(source, tmp_path / "out", method="rtn", bits=8, group_size=32)
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
+def test_gpt_oss_in_mxfp4_is_run_and_quantized_anew(tiny_original: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt_oss", vocab_size=384, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    source = Path(shutil.copytree(tiny_original, tmp_path / "source"))
+    model.save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inside, out = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (experts, out, inside // 32, 16), dtype=torch.uint8, generator=generator
+        )
+        tensors[f"{name}_scales"] = torch.full((experts, out, inside // 32), 121, dtype=torch.uint8)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    stored = json.loads((source / "config.json").read_text())
+    stored["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (source / "config.json").write_text(json.dumps(stored))
+    ours = quantkit.load(source, device="cpu", dtype="float32")
+    expert: Any = ours.module.get_submodule("model.layers.0.mlp.experts.0.gate_proj")
+    assert float(expert.weight.abs().max()) == 6 * 2.0**-6
+    near = ours(IDS)
+    report = convert(source, tmp_path / "out", method="rtn", bits=8, group_size=32, format="native")
+    assert any("stored as W4 mxfp4" in note for note in report.warnings)
+    far = quantkit.load(tmp_path / "out", device="cpu", dtype="float32", dequantize=True)(IDS)
+    assert float((far - near).abs().max()) < 0.1 * float(near.abs().max())
