@@ -21,6 +21,7 @@ from quantkit.algorithms import LARGEST_FACTOR, Scales, Solution
 from quantkit.core import affine
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding import scales as floats
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 
@@ -150,6 +151,7 @@ def awq(
     scales: "minmax" does not clip.
     damping: share of the mean diagonal added to H's, against trusting the correlations of few tokens too much.
     """
+    scheme = affine.fixed(weight, scheme)
     if scales == "minmax":
         step, zeros = affine.minmax_params(weight, scheme)
         return _rounded(weight, step, zeros, scheme)
@@ -160,7 +162,7 @@ def awq(
     h.diagonal().add_(damping * h.diagonal().mean())
     weight = weight.float()
     step, zeros = affine.searched_params(weight, scheme, h.diagonal())
-    if scheme.width(weight.shape[1]) <= WIDEST_GROUP:
+    if scheme.width(weight.shape[1]) <= WIDEST_GROUP and scheme.rows == 1:
         rows = max(
             1, (_CACHE_ELEMENTS if weight.device.type == "cpu" else affine.SEARCH_ELEMENTS_GPU) // weight.shape[1]
         )
@@ -209,6 +211,9 @@ def _clip(
 
 def _ranges(w: Tensor, scheme: Scheme) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Scale and zero of one group's candidates: both ends shrunk, or one of them."""
+    if scheme.number != "integer":
+        yield from ((scale, None) for scale in floats.candidates(w.abs().amax(1, keepdim=True), scheme))
+        return
     low, high = w.amin(1, keepdim=True).clamp(max=0), w.amax(1, keepdim=True).clamp(min=0)
     for shrink in torch.linspace(1.0, 0.5, 24).tolist():
         sides = [(shrink, shrink)] if scheme.symmetric else [(shrink, shrink), (1.0, shrink), (shrink, 1.0)]
@@ -219,6 +224,8 @@ def _ranges(w: Tensor, scheme: Scheme) -> Iterator[tuple[Tensor, Tensor | None]]
 def _error(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
     """Rounding error of one group [rows, width]."""
     step = scale.float()
+    if scheme.number != "integer":
+        return floats.nearest(w / step, scheme).mul_(step).sub_(w)
     offset = torch.full_like(step, float(scheme.midpoint)) if zero is None else zero.float()
     codes = (w / step).round_().clamp_(-offset, scheme.levels - 1 - offset)
     return codes.mul_(step).sub_(w)

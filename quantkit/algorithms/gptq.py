@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from quantkit.algorithms.together import Ranges, Search, Solver, together
 from quantkit.core import affine
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding import scales as floats
 from quantkit.core.scheme import Scheme
 
 
@@ -93,6 +95,7 @@ def gptq_steps(
 ) -> Solver:  # fmt: skip
     """Quantize as ``gptq`` does, as a solver among others (``algorithms.together``)."""
     options, loops = options or GPTQOptions(), loops or Loops()
+    scheme = affine.fixed(weight, scheme)
     diagonal = hessian.diagonal().double()
     dead = diagonal <= 0  # inputs that were never non-zero: nothing is known, their columns are simply rounded
     known = diagonal[~dead].mean() if bool((~dead).any()) else diagonal.new_ones(())
@@ -119,13 +122,13 @@ def gptq_steps(
             scheme,
             damped,
             sweeps=options.sweeps,
-            refit=options.scales == "search",
+            refit=options.scales == "search" and scheme.rows == 1,
             descent=loops.descent,
         )
         del damped
     quantized = QuantTensor(codes, scales, zeros, scheme)
     losses = None
-    if options.sweeps:
+    if options.sweeps and scheme.rows == 1:
         quantized, losses = yield from _or_rounded(
             target, quantized, hessian.float(), importance.float(), options.scales
         )
@@ -252,10 +255,13 @@ def _solve(
     rows, in_features = weight.shape
     width = scheme.width(in_features)
     scales, zeros = affine.minmax_params(weight, scheme)
-    alone = replace(scheme, group_size=None)  # one group
+    alone = scheme if scheme.number != "integer" else replace(scheme, group_size=None)  # one group
     cost = upper.diagonal().square().reciprocal()
     rest = weight.t()[order].contiguous()
-    codes = torch.empty(rest.shape, dtype=torch.uint8, device=weight.device)
+    pointed = scheme.number != "integer"
+    if pointed:  # loops hold the numbers themselves
+        columns = partial(round_numbers, scheme=scheme)
+    codes = torch.empty(rest.shape, dtype=torch.float32 if pointed else torch.uint8, device=weight.device)
     begin = 0
     while begin < in_features:
         group = int(order[begin]) // width
@@ -263,7 +269,7 @@ def _solve(
         if options.scales == "search":
             step, zero = yield Search(rest[begin:stop].t(), alone, cost[begin:stop], SEARCH_STEPS)
             # a group of zeros keeps its scale: it takes no errors of others
-            own = scales[:, group] > affine.SMALLEST_SCALE
+            own = scales[:, group] > affine.smallest_scale(scheme)
             scales[:, group] = torch.where(own, step[:, 0], scales[:, group])
             if zeros is not None and zero is not None:
                 zeros[:, group] = torch.where(own, zero[:, 0], zeros[:, group])
@@ -282,7 +288,8 @@ def _solve(
         begin = stop
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(in_features, device=weight.device)
-    return codes[inverse].t().contiguous(), scales, zeros
+    found = codes[inverse].t().contiguous()
+    return floats.encode(found, scheme) if pointed else found, scales, zeros
 
 
 def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top: int) -> tuple[Tensor, Tensor]:
@@ -302,6 +309,24 @@ def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top
             # not ``addr_``, which may fuse: other codes on other processors
             rest[j + 1 :] -= torch.outer(upper[j, j + 1 :], errors[j])
     return codes.to(torch.uint8), errors
+
+
+def round_numbers(
+    rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top: int, *, scheme: Scheme
+) -> tuple[Tensor, Tensor]:
+    """Do what ``round_columns`` does for codes that are numbers with a point.
+
+    offset, top: not looked at.
+    scheme: which numbers there are.
+    Returns the numbers in place of their codes, float32, and errors.
+    """
+    numbers, errors = torch.empty_like(rest), torch.empty_like(rest)
+    for j, column in enumerate(rest):
+        numbers[j] = floats.nearest(column / step[j], scheme)
+        errors[j] = (column - numbers[j] * step[j]) / upper[j, j]
+        if j + 1 < len(rest):
+            rest[j + 1 :] -= torch.outer(upper[j, j + 1 :], errors[j])
+    return numbers, errors
 
 
 _LOSS_ELEMENTS = {True: 1 << 24, False: 1 << 21}  # weights at a time, of which each part reads a Hessian, or a root

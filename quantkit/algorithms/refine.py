@@ -14,12 +14,14 @@ rounded to the grid. Of the scales, with the codes C fixed, a row's loss is quad
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantkit.core import affine
 from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.core.rounding import scales as floats
 from quantkit.core.scheme import Scheme
 
 BLOCK = 128  # columns whose gradients are brought up to date together
@@ -71,10 +73,13 @@ def descend(
     width = weight.shape[1]
     target = weight.t().contiguous()
     step = affine.expand_groups(scales.float(), width, scheme).t().contiguous()
-    offset = torch.full_like(step, float(scheme.midpoint))
+    pointed = scheme.number != "integer"
+    offset = torch.full_like(step, 0.0 if pointed else float(scheme.midpoint))
     if zeros is not None:
         offset = affine.expand_groups(zeros.float(), width, scheme).t().contiguous()
-    current = codes.t().float().contiguous()
+    current = floats.decode(codes, scheme).t().contiguous() if pointed else codes.t().float().contiguous()
+    if pointed:  # loops hold the numbers themselves
+        descent = partial(descend_numbers, scheme=scheme)
     error = target - (current - offset) * step
     for start in range(0, width, BLOCK):
         raise_if_interrupted()
@@ -83,7 +88,8 @@ def descend(
         (descent or descend_columns)(
             target[part], error[part], current[part], step[part], offset[part], own, pull, scheme.levels - 1
         )
-    return current.t().contiguous().to(torch.uint8)
+    found = current.t().contiguous()
+    return floats.encode(found, scheme) if pointed else found.to(torch.uint8)
 
 
 def descend_columns(
@@ -110,6 +116,20 @@ def descend_columns(
         pull[j + 1 :] += torch.outer(own[j, j + 1 :], change)  # not ``addr_``, see round_columns
 
 
+def descend_numbers(
+    target: Tensor, error: Tensor, numbers: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int,
+    *, scheme: Scheme,
+) -> None:  # fmt: skip
+    """Do what ``descend_columns`` does for codes that are numbers with a point; ``numbers`` stand in their place."""
+    for j in range(len(target)):
+        best = target[j] - error[j] + pull[j] / own[j, j]
+        number = floats.nearest(best / step[j], scheme)
+        change = (numbers[j] - number).mul_(step[j])
+        numbers[j] = number
+        error[j] += change
+        pull[j + 1 :] += torch.outer(own[j, j + 1 :], change)
+
+
 def fit_scales(
     weight: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor
 ) -> Tensor:
@@ -123,11 +143,8 @@ def fit_scales(
     error d. It changes the loss by ``t A t - 2 r t``: two small numbers, where losses would be differences of large
     ones.
     """
-    in_features, groups = weight.shape[1], scheme.groups(weight.shape[1])
-    offset: Tensor | float = float(scheme.midpoint)
-    if zeros is not None:
-        offset = affine.expand_groups(zeros.float(), in_features, scheme)
-    steps = codes.float() - offset
+    groups = scheme.groups(weight.shape[1])
+    steps = affine.steps(codes, zeros, scheme)
     curvature = _curvature(steps, scheme, h)
     error = weight - affine.dequantize(codes, scales, zeros, scheme)
     right = affine.split_groups((error @ h).mul_(steps), scheme).sum(-1).double()
@@ -137,7 +154,7 @@ def fit_scales(
     # singular
     ridge = 1e-6 * curvature.diagonal(dim1=1, dim2=2).mean(1)[:, None] + 1e-30
     solved = held + torch.linalg.solve(curvature + torch.diag_embed(ridge.expand(-1, groups)), right)
-    usable = (solved > held / REACH) & (solved < held * REACH) & (held > affine.SMALLEST_SCALE)
+    usable = (solved > held / REACH) & (solved < held * REACH) & (held > affine.smallest_scale(scheme))
     fitted = affine.store_scale(torch.where(usable, solved, held).float(), scheme)
     change = fitted.double() - held
     gain = torch.einsum("rg,rgh,rh->r", change, curvature, change) - 2 * (right * change).sum(1)

@@ -27,6 +27,7 @@ def rtn(weight: Tensor, scheme: Scheme, scales: Scales = "minmax", importance: T
 
 def rtn_steps(weight: Tensor, scheme: Scheme, scales: Scales = "minmax", importance: Tensor | None = None) -> Solver:
     """Round as ``rtn`` does, as a solver among others (``algorithms.together``)."""
+    scheme = affine.fixed(weight, scheme)
     if scales == "search":
         step, zeros = yield Search(weight, scheme, importance)
     else:

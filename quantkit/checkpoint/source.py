@@ -90,6 +90,9 @@ class Source(Protocol):
         """The ``quantization_config``, or None for a floating-point model."""
 
 
+MODELOPT = "hf_quant_config.json"  # where ModelOpt says what it did
+
+
 class FolderSource:
     """A Hugging Face folder: config.json and safetensors, one file or shards with an index."""
 
@@ -205,6 +208,8 @@ class FolderSource:
 
     def quantization(self) -> dict[str, Any] | None:
         found = self.config.get("quantization_config")
+        if found is None and (self.path / MODELOPT).is_file():
+            found = {"quant_method": "modelopt", **read_json(self.path / MODELOPT)}
         if found is None and any(name.endswith(".qweight") for name in self._files):
             found = self._legacy_quantization()
         if found is not None and not isinstance(found, dict):

@@ -34,6 +34,7 @@ SHARD_BYTES = 5 * 10**9  # the size that hubs and loaders are used to
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 }  # fmt: skip
 # the record of a part: its tensors, and what its caller keeps with them
 PART = {"entries": [(str, re.compile("|".join(NAMES.values())), [int], SHA256)], "facts": dict}

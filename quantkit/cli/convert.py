@@ -80,6 +80,15 @@ class ConvertCommand(GroupedCommand):
     metavar="METHOD",
     help=f"{', '.join(METHODS[:-1])} or {METHODS[-1]}. ({', '.join(LATER_METHODS)}: later)",
 )
+@grouped(
+    "Basic",
+    "--scheme",
+    metavar="NAME",
+    help=(
+        "Numbers with a point instead of integers: fp8 (one scale per channel, activations fp8 per token), fp8-block"
+        " (128 x 128), fp8-tensor, nvfp4, mxfp4."
+    ),
+)
 @grouped("Basic", "--bits", type=int, default=4, show_default=True, help="2 to 8.")
 @grouped(
     "Basic",
@@ -183,10 +192,10 @@ class ConvertCommand(GroupedCommand):
     "--activations",
     default="none",
     show_default=True,
-    metavar="none|int8",
+    metavar="KIND",
     help=(
-        "int8: inputs of the quantized linears are rounded per token at run time (W8A8); sets --bits 8 --group-size"
-        " channel --sym."
+        "none; int8: inputs of the quantized linears are rounded per token at run time (W8A8), sets --bits 8"
+        " --group-size channel --sym; fp8 (what the fp8 schemes have) and nvfp4 go with --scheme."
     ),
 )
 @grouped(

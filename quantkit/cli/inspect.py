@@ -23,8 +23,9 @@ def command(source: str, check: bool, as_json: bool) -> None:
     """Show what quantkit finds in SOURCE: architecture, decoder blocks, linears, sizes. Reads headers only;
     --check also builds a small random model of the same architecture and proves on it what a conversion relies on."""
     from quantkit.checkpoint.open import open_source
+    from quantkit.runtime.layers.dense_source import stored_experts
 
-    opened = open_source(source)
+    opened = stored_experts(open_source(source))
     data = _structure(opened) if opened.quantization() is None else _quantized(opened)
     proof = None
     if check:

@@ -19,6 +19,7 @@ from quantkit.convert.report import dry_run
 from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.run import run
 from quantkit.core.interrupt import interruptible
+from quantkit.runtime.layers.dense_source import as_original
 
 
 @interruptible()
@@ -64,7 +65,7 @@ def plan_request(source: str | Path, out: str | Path, *, preset: str | None = No
     typed = renamed(typed)
     where = given_path(out)
     options = resolve_options(source, out, preset, typed)
-    opened = open_source(source)
+    opened = as_original(open_source(source))
     repacking = plan_repack(opened, where, typed)
     if repacking is not None:
         refuse_preset(str(source), preset)

@@ -275,7 +275,7 @@ def _new_report(plan: Plan, decisions: Decisions, work: Work) -> ConvertReport:
         out=o.out,
         method=o.method,
         format=o.format,
-        scheme=o.target if o.allocates else o.scheme.describe(),
+        scheme=o.target if o.allocates else o.base_scheme.describe(),
         kv_bits=o.kv_bits,
         preset=o.preset,
         method_options=o.method_options,

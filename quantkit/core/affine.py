@@ -2,7 +2,8 @@
 
 ``w = (code - zero) * scale`` with unsigned codes, ``0 <= code < 2**bits``; groups run along ``in_features`` and the
 last group may be shorter. Scales are rounded to their storage dtype before codes are chosen. Every kernel, format and
-algorithm is tested against this file.
+algorithm is tested against this file. Codes that are numbers with a point (``Scheme.number``) have no zero points:
+``w = number(code) * scale``; they are handed on to ``core.rounding.scales``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,36 @@ from torch import Tensor
 
 from quantkit.core import compiled
 from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.core.rounding import scales as floats
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 
 # The smallest normal fp16 is 6.1e-5. Below it scales lose mantissa bits, and some kernels flush them to zero, so a
 # smaller scale is raised to this value; the group then uses fewer of its codes. Reported per layer.
 SMALLEST_SCALE = 2.0**-14
+
+
+def fixed(weight: Tensor, scheme: Scheme) -> Scheme:
+    """Return the scheme with what one weight fixes for all its groups: the global scale of nvfp4."""
+    return scheme if scheme.number == "integer" else floats.fixed(weight, scheme)
+
+
+def smallest_scale(scheme: Scheme) -> float:
+    """Return the smallest scale that a group may have; groups of zeros have it."""
+    return SMALLEST_SCALE if scheme.number == "integer" else floats.smallest_scale(scheme)
+
+
+def steps(codes: Tensor, zeros: Tensor | None, scheme: Scheme) -> Tensor:
+    """Return what the scales multiply, float32 ``[out, in]``: ``code - zero``, or the code's number.
+
+    codes: uint8 ``[out, in]``. zeros: ``[out, groups]`` or None.
+    """
+    if scheme.number != "integer":
+        return floats.decode(codes, scheme)
+    offset: Tensor | float = float(scheme.midpoint)
+    if zeros is not None:
+        offset = expand_groups(zeros.float(), codes.shape[1], scheme)
+    return codes.float() - offset
 
 
 def group_index(in_features: int, scheme: Scheme, device: torch.device | str | None = None) -> Tensor:
@@ -49,6 +74,8 @@ def store_scale(scale: Tensor, scheme: Scheme) -> Tensor:
 
     Raises NumericsError if one overflows.
     """
+    if scheme.number != "integer":
+        return floats.store(scale, scheme)
     largest = torch.finfo(scheme.torch_scale_dtype).max
     if scale.numel() and float(scale.max()) > largest:
         raise NumericsError(
@@ -85,6 +112,8 @@ def minmax_params(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None
     >>> s.item(), z.item()          # (2 - -1) / 3,  round(1 / 1)
     (1.0, 1)
     """
+    if scheme.number != "integer":
+        return floats.minmax(weight, scheme), None
     groups = split_groups(weight.float(), scheme)
     return params_from_range(groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0), scheme)
 
@@ -113,6 +142,8 @@ def searched_params(
 
     The idea: Nagel et al., arXiv 2106.08295, section 3.1 (MSE range setting).
     """
+    if scheme.number != "integer":
+        return floats.search(weight, scheme, importance), None
     if importance is None:
         importance = torch.ones(weight.shape[1], device=weight.device)
     gain = split_groups(importance.float().reshape(-1, weight.shape[1]), scheme)
@@ -220,6 +251,9 @@ def quantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Schem
     for rows in _pieces(weight):
         part = weight[rows].float()
         step, offset = _beside(part, rows, scales, zeros, scheme)
+        if scheme.number != "integer":
+            _by_group(codes[rows], step).copy_(floats.encode(_by_group(part, step) / step, scheme))
+            continue
         rounded = (_by_group(part, step) / step).add_(offset).round_().clamp_(0, scheme.levels - 1)
         _by_group(codes[rows], step).copy_(rounded)
     return codes
@@ -231,6 +265,9 @@ def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Sche
     for rows in _pieces(codes):
         step, offset = _beside(codes, rows, scales, zeros, scheme)
         into = _by_group(weight[rows], step)
+        if scheme.number != "integer":
+            torch.mul(floats.decode(_by_group(codes[rows], step), scheme), step, out=into)
+            continue
         torch.sub(_by_group(codes[rows], step), offset, out=into).mul_(step)
     return weight
 

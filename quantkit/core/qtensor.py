@@ -20,10 +20,11 @@ from quantkit.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class QuantTensor:
-    """A uniform integer weight; the currency between algorithms, formats and kernels.
+    """A weight of codes and scales; the currency between algorithms, formats and kernels.
 
     stored: the codes, values in ``0 .. 2**bits - 1``: uint8 ``[out, in]``, or packed as a file holds them
-    scales: ``[out, groups]``, float16 or bfloat16, finite and positive
+    scales: ``[out, groups]``, float16 or bfloat16, finite and positive; float32 beside numbers with a point, rows that
+        share a scale having it each
     zeros:  int16 ``[out, groups]``, values in ``0 .. 2**bits``; None when symmetric (zero = ``2**(bits-1)``)
 
     Raises CheckpointError when shapes or dtypes do not fit together.
@@ -42,10 +43,12 @@ class QuantTensor:
         elif held.dim() != 2 or held.dtype != torch.uint8:
             raise CheckpointError(f"codes must be uint8 [out, in], not {held.dtype} {list(held.shape)}")
         expected = (self.shape[0], self.scheme.groups(self.shape[1]))
-        if tuple(self.scales.shape) != expected or self.scales.dtype not in (torch.float16, torch.bfloat16):
+        dtypes = (torch.float16, torch.bfloat16) if self.scheme.number == "integer" else (torch.float32,)
+        if tuple(self.scales.shape) != expected or self.scales.dtype not in dtypes:
             raise CheckpointError(
                 f"scales are {self.scales.dtype} {list(self.scales.shape)}; {self.scheme.describe()} over "
-                f"{list(self.shape)} needs float16 or bfloat16 {list(expected)}"
+                f"{list(self.shape)} needs {' or '.join(str(t).removeprefix('torch.') for t in dtypes)}"
+                f" {list(expected)}"
             )
         if not bool((torch.isfinite(self.scales) & (self.scales > 0)).all()):
             raise CheckpointError("a scale is not finite and positive: the file is damaged")
@@ -79,6 +82,13 @@ class QuantTensor:
     @property
     def bits_stored(self) -> int:
         """Bits that codes, scales and zeros take (zeros counted at ``bits`` each, as formats pack them)."""
+        if self.scheme.number != "integer":
+            each = 8 * self.scheme.stored_scale_dtype.itemsize
+            return (
+                self.shape[0] * self.shape[1] * self.scheme.bits
+                + self.scheme.scales_stored(*self.shape) * each
+                + 32 * sum(g is not None for g in (self.scheme.global_scale, self.scheme.input_global_scale))
+            )
         zeros = 0 if self.zeros is None else self.zeros.numel() * self.scheme.bits
         return self.shape[0] * self.shape[1] * self.scheme.bits + self.scales.numel() * 16 + zeros
 

@@ -1,9 +1,9 @@
-"""Scheme: how one weight becomes integers. Frozen, validated once, consumed by everything."""
+"""Scheme: how one weight becomes codes. Frozen, validated once, consumed by everything."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,18 +12,31 @@ from quantkit.errors import RequestError
 
 SCALE_DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
+# Numbers with a point (``core.rounding``): bits of a code, group size (0: any that a file has), dtypes of stored
+# scales, activations that go with them.
+FLOATS: dict[str, tuple[int, int, tuple[str, ...], tuple[str | None, ...]]] = {
+    "fp8": (8, 0, ("float32", "bfloat16", "float16"), (None, "fp8")),
+    "nvfp4": (4, 16, ("float8_e4m3fn",), (None, "nvfp4")),
+    "mxfp4": (4, 32, ("float8_e8m0fnu",), (None,)),
+}
+BLOCK = 128  # rows and inputs of a block of fp8 that share a scale
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one weight ``[out_features, in_features]`` becomes integers.
+    """How one weight ``[out_features, in_features]`` becomes codes: integers, or numbers with a point.
 
     bits: 2 to 8.
     group_size: number of inputs that share a scale, or None for one group per output row (per channel).
     symmetric: the zero point is ``2**(bits-1)`` and is not stored.
     scale_dtype: the dtype that scales are stored in; codes are chosen for the rounded scale.
     activations: None for floating point, or "int8": the weight's inputs are rounded at run time too, symmetric, one
-        scale per token (``core.activations``); such weights have 8 bits, one scale per channel, no zero points: what
-        integer matrix units multiply.
+        scale per token (``core.rounding.activations``); such weights have 8 bits, one scale per channel, no zero
+        points: what integer matrix units multiply. "fp8" and "nvfp4" round to the numbers of that name.
+    number: what a code is: "integer", "fp8", "nvfp4" or "mxfp4" (``core.rounding.scales``); those are symmetric.
+    rows: of fp8: output rows that share their scales, 1, a block's number, or None for all.
+    global_scale: of one weight in nvfp4: what its block scales are divided by; None until the weight is known.
+    input_global_scale: the same of its activations, where they are nvfp4.
 
     Raises RequestError for a value outside its range, and for activations that do not go with the weights.
 
@@ -36,8 +49,35 @@ class Scheme:
     symmetric: bool = True
     scale_dtype: str = "float16"
     activations: str | None = None
+    number: str = "integer"
+    rows: int | None = 1
+    global_scale: float | None = None
+    input_global_scale: float | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Scheme:
+        """Return what ``--scheme NAME`` stands for, activations in floating point. Raises RequestError.
+
+        >>> Scheme.of("fp8-block").describe(), Scheme.of("nvfp4").describe()
+        ('W8 fp8 128x128', 'W4 nvfp4')
+        """
+        schemes = {
+            "fp8": cls(8, None, scale_dtype="float32", number="fp8"),
+            "fp8-block": cls(8, BLOCK, scale_dtype="float32", number="fp8", rows=BLOCK),
+            "fp8-tensor": cls(8, None, scale_dtype="float32", number="fp8", rows=None),
+            "nvfp4": cls(4, 16, scale_dtype="float8_e4m3fn", number="nvfp4"),
+            "mxfp4": cls(4, 32, scale_dtype="float8_e8m0fnu", number="mxfp4"),
+        }
+        if name not in schemes:
+            raise RequestError(f"--scheme {name}: no such scheme. Schemes: {', '.join(schemes)}; integers: --bits.")
+        return schemes[name]
 
     def __post_init__(self) -> None:
+        if self.number != "integer":
+            self._check_float()
+            return
+        if (self.rows, self.global_scale, self.input_global_scale) != (1, None, None):
+            raise RequestError(f"{self.bits} bits: integers have no shared rows and no global scale.")
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise RequestError(f"bits={self.bits}: quantkit quantizes to 2, 3, 4, 5, 6, 7 or 8 bits.")
         size = self.group_size
@@ -52,13 +92,32 @@ class Scheme:
             raise RequestError(f"scale_dtype={self.scale_dtype!r}: scales are stored as {' or '.join(SCALE_DTYPES)}.")
         if self.activations not in (None, "int8"):
             raise RequestError(
-                f"activations={self.activations!r}: activations stay in floating point (none) or are int8."
+                f"activations={self.activations!r}: activations stay in floating point (none) or are int8"
+                " (fp8 and nvfp4: with --scheme)."
             )
         if self.activations is not None and (self.bits, self.group_size, self.symmetric) != (8, None, True):
             raise RequestError(
                 f"{self.describe()}: int8 activations go with weights of 8 bits, one scale per channel, symmetric. "
                 "Use --bits 8 --group-size channel --sym, or --activations none."
             )
+
+    def _check_float(self) -> None:
+        if self.number not in FLOATS:
+            raise RequestError(f"number={self.number!r}: codes are integer, {', '.join(FLOATS)}.")
+        bits, size, dtypes, activations = FLOATS[self.number]
+        fits = self.bits == bits and self.symmetric is True and self.scale_dtype in dtypes
+        grouped = self.group_size == size if size else self.group_size is None or self.group_size >= 1
+        tied = self.rows == 1 or (self.number == "fp8" and (self.rows is None or self.rows >= 1))
+        if not (fits and grouped and tied):
+            raise RequestError(
+                f"{self.number} has {bits} bits, groups of {size or 'any size'}, scales in {' or '.join(dtypes)} and no"
+                f" zero points; not {self.bits} bits, {self.group_size}, {self.scale_dtype}."
+            )
+        if self.activations not in activations:
+            known = " or ".join(name or "none" for name in activations)
+            raise RequestError(f"--activations {self.activations}: with {self.number} weights they are {known}.")
+        if self.number != "nvfp4" and (self.global_scale, self.input_global_scale) != (None, None):
+            raise RequestError(f"{self.number} has no global scale.")
 
     @property
     def levels(self) -> int:
@@ -72,7 +131,19 @@ class Scheme:
 
     @property
     def torch_scale_dtype(self) -> torch.dtype:
-        return SCALE_DTYPES[self.scale_dtype]
+        """The dtype that scales are held in: float32 beside numbers with a point, whatever the file stores."""
+        return SCALE_DTYPES[self.scale_dtype] if self.number == "integer" else torch.float32
+
+    @property
+    def stored_scale_dtype(self) -> torch.dtype:
+        """The dtype that scales are stored in."""
+        dtype: torch.dtype = getattr(torch, self.scale_dtype)
+        return dtype
+
+    def scales_stored(self, out_features: int, in_features: int) -> int:
+        """Count the scales of a weight: those that rows share once."""
+        shared = out_features if self.rows is None else self.rows
+        return -(-out_features // max(shared, 1)) * self.groups(in_features)
 
     def width(self, in_features: int) -> int:
         """Inputs per group for a weight with this many inputs (the last group may be shorter)."""
@@ -83,7 +154,12 @@ class Scheme:
         return -(-in_features // self.width(in_features))
 
     def describe(self) -> str:
-        """Return a short name for people: ``W4 g128 asym``, ``W8A8 channel sym``."""
+        """Return a short name for people: ``W4 g128 asym``, ``W8A8 channel sym``, ``W8A8 fp8 channel``."""
+        if self.number != "integer":
+            activations = "" if self.activations is None else f"A{self.bits}"
+            rows = {1: "", None: "tensor"}.get(self.rows, f"{self.rows}x{self.group_size}")
+            shape = rows or ("channel" if self.group_size is None else f"g{self.group_size}")
+            return f"W{self.bits}{activations} {self.number}" + (f" {shape}" if self.number == "fp8" else "")
         group = "channel" if self.group_size is None else f"g{self.group_size}"
         activations = "" if self.activations is None else "A8"
         return f"W{self.bits}{activations} {group} {'sym' if self.symmetric else 'asym'}"
@@ -101,12 +177,16 @@ class Scheme:
             "symmetric": self.symmetric,
             "scale_dtype": self.scale_dtype,
             **activations,
+            **{name: getattr(self, name) for name, usual in _OF_FLOATS.items() if getattr(self, name) != usual},
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Scheme:
         """Undo ``to_json``. Raises RequestError for unknown or missing keys: an unknown key is never dropped."""
-        unknown = set(data) - {"bits", "group_size", "symmetric", "scale_dtype", "activations"}
+        unknown = set(data) - {field.name for field in fields(cls)}
         if unknown or "bits" not in data:
             raise RequestError(f"not a quantkit scheme: {dict(data)} (unknown keys: {sorted(unknown) or 'none'})")
         return cls(**dict(data))
+
+
+_OF_FLOATS: dict[str, Any] = {"number": "integer", "rows": 1, "global_scale": None, "input_global_scale": None}

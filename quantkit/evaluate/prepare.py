@@ -60,8 +60,9 @@ def prepare(
     from quantkit.checkpoint.texts import load_text
     from quantkit.checkpoint.tokenizer import check_vocabulary, load_tokenizer, wants_bos
     from quantkit.evaluate.tokens import bos_id, text_ids, tokenizer_digest
+    from quantkit.runtime.layers.dense_source import stored_experts
 
-    source = open_source(model)
+    source = stored_experts(open_source(model))
     text = load_text(data, split="evaluation")
     tokenizer = load_tokenizer(source)
     bos = bos_id(tokenizer) if wants_bos(tokenizer) else None
@@ -109,9 +110,10 @@ def prepare_baseline(
     from quantkit.evaluate import streamed
     from quantkit.evaluate.divergence import Baseline, record_baseline
     from quantkit.evaluate.tokens import check_same_tokens, text_ids
+    from quantkit.runtime.layers.dense_source import as_original
     from quantkit.runtime.load import load
 
-    source = open_source(baseline)
+    source = as_original(open_source(baseline))
     if source.quantization() is not None and not (cache_only and source.path == prepared.source.path):
         raise RequestError(
             f"--baseline {baseline} is quantized itself. Name the 16- or 32-bit original. (A model is its own baseline,"

@@ -26,6 +26,7 @@ from quantkit.model.arguments import BlockArguments, same_call
 from quantkit.model.skeleton import build_skeleton, find_blocks
 from quantkit.model.stepper import record, run_block, run_norm
 from quantkit.runtime.layers.build import dense_weights, load_parameters
+from quantkit.runtime.layers.dense_source import stored_experts
 from quantkit.runtime.layers.head import head_only
 from quantkit.runtime.load import choose_dtype
 
@@ -85,7 +86,7 @@ def stream(
 
     Raises what ``quantkit.load`` raises.
     """
-    source = open_source(ref)
+    source = stored_experts(open_source(ref))
     where = choose_device(device)
     number = choose_dtype(dtype, where)
     module = build_skeleton(source.config, number)

@@ -13,11 +13,14 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.awq import AWQ
 from quantkit.formats.bitsandbytes import BitsAndBytes
 from quantkit.formats.compressed_tensors import CompressedTensors
+from quantkit.formats.floats.fp8 import FP8
+from quantkit.formats.floats.modelopt import ModelOpt
 from quantkit.formats.gptq import GPTQ
 from quantkit.formats.interface import Format, Reader
 from quantkit.formats.native import Native
 
-FORMATS: dict[str, Any] = {form.name: form for form in (CompressedTensors, GPTQ, AWQ, Native, BitsAndBytes)}
+_ALL: tuple[Any, ...] = (CompressedTensors, GPTQ, AWQ, Native, BitsAndBytes, FP8, ModelOpt)
+FORMATS: dict[str, Any] = {form.name: form for form in _ALL}
 WRITABLE = ("compressed-tensors", "gptq", "awq", "native")
 READABLE = {
     "compressed-tensors": "compressed-tensors",
@@ -25,6 +28,9 @@ READABLE = {
     "awq": "awq",
     "quantkit": "native",
     "bitsandbytes": "bitsandbytes",
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    "modelopt": "modelopt",
 }
 LATER = ("gguf", "bitsandbytes")
 

@@ -20,6 +20,8 @@ compressed_tensors/compressors/naive_quantized/base.py:27 reads it and vLLM: com
 with ``input_activations`` of 8 bits, symmetric, strategy token, dynamic: nothing is stored for them. Files with static
 or asymmetric activations are refused.
 
+FP8, NVFP4 and MXFP4 weights: ``formats/floats/compressed.py``.
+
 An fp8 KV cache: ``kv_cache_scheme`` in the config, and beside the projections of each attention module ``A``, as vLLM
 reads it (compressed_tensors.py, CompressedTensorsKVCacheMethod; weight_utils.py, maybe_remap_kv_scale_name, finds
 ``A.attn.k_scale``)::
@@ -40,6 +42,7 @@ from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.common import dividing_group_size, match_pattern, ragged, scale_dtype_name, zeros_that_fit
+from quantkit.formats.floats import compressed as floats
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 from quantkit.formats.stored_parts import require_shape
 
@@ -47,12 +50,12 @@ LOCAL = ("weight_packed", "weight_scale", "weight_shape")
 PLAIN = ("weight", "weight_scale")
 ZERO = "weight_zero_point"
 FP8_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-PACKED, INT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
+PACKED, INT, MIXED, NAIVE = "pack-quantized", "int-quantized", "mixed-precision", "naive-quantized"
 
 
 class CompressedTensors:
     name = "compressed-tensors"
-    summary = "int4/int8, and int8 with int8 activations, for vLLM, SGLang, transformers, lmdeploy"
+    summary = "int4/int8, int8 with int8 activations, fp8, nvfp4, mxfp4, for vLLM, SGLang, transformers, lmdeploy"
     stem = "model"
     head_embeddings: tuple[str, ...] = ("head", "embedding")
     uniform_groups = False
@@ -60,6 +63,8 @@ class CompressedTensors:
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
+        if scheme.number != "integer":
+            return floats.supports(scheme, out_features, in_features)
         if scheme.bits not in (4, 8):
             return Refusal(
                 f"{scheme.bits} bits: readers of compressed-tensors load 4 and 8 bits (older ones unpack "
@@ -70,7 +75,7 @@ class CompressedTensors:
 
     @staticmethod
     def group_size_for(scheme: Scheme, in_features: int) -> int | None:
-        return dividing_group_size(scheme, in_features)
+        return scheme.group_size if scheme.number != "integer" else dividing_group_size(scheme, in_features)
 
     @staticmethod
     def cannot_say(layout: CheckpointLayout) -> str | None:
@@ -78,6 +83,8 @@ class CompressedTensors:
 
     @staticmethod
     def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+        if scheme.number != "integer":
+            return floats.stored_bytes(scheme, out_features, in_features)
         groups = scheme.groups(in_features)
         if scheme.activations is not None:
             return out_features * (in_features + 2 * groups)
@@ -86,6 +93,8 @@ class CompressedTensors:
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
+        if q.scheme.number != "integer":
+            return floats.encode(q)
         if q.scheme.activations is not None:
             signed = (q.codes.to(torch.int16) - q.scheme.midpoint).to(torch.int8)
             return {"weight": signed, "weight_scale": q.scales.contiguous()}
@@ -100,6 +109,8 @@ class CompressedTensors:
 
     @staticmethod
     def decode(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
+        if scheme.number != "integer":
+            return floats.decode(parts, scheme)
         if "weight" in parts:
             return _decode_plain(parts, scheme)
         out_features, in_features = (int(n) for n in parts["weight_shape"])
@@ -134,7 +145,7 @@ class CompressedTensors:
             f"group_{i}": {
                 "targets": ["Linear"] if single else modules,
                 "weights": _weights(scheme),
-                "input_activations": None if scheme.activations is None else dict(INT8_TOKENS),
+                "input_activations": _activations_json(scheme),
                 "output_activations": None,
                 "format": _form(scheme),
             }
@@ -162,10 +173,12 @@ class CompressedTensors:
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         groups = config.get("config_groups") or {}
         forms = {config.get("format"), *(group.get("format") for group in groups.values())}
-        unknown = sorted(forms - {PACKED, INT, MIXED, None})
+        known = {PACKED, INT, MIXED, *floats.FORMS.values(), NAIVE, None}
+        unknown = sorted(forms - known)
         if unknown:
             raise CheckpointError(
-                f"compressed-tensors format {unknown[0]!r} is not read; quantkit reads '{PACKED}' and '{INT}'."
+                f"compressed-tensors format {unknown[0]!r} is not read; quantkit reads '{PACKED}', '{INT}' and"
+                f" {', '.join(map(repr, floats.FORMS.values()))}."
             )
         stored = set(names)
         parts = {}
@@ -176,14 +189,19 @@ class CompressedTensors:
                     raise CheckpointError(
                         f"{module}: weight_g_idx (actorder 'group') is not read; groups must be contiguous."
                     )
-                parts[module] = LOCAL + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
+                whole = f"{module}.weight_shape" in stored or not forms & set(floats.FORMS.values())
+                packed = LOCAL if whole else floats.part_names(module, stored)
+                parts[module] = packed + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
             elif name.endswith(".weight_scale") and f"{name.removesuffix('_scale')}" in stored:
                 module = name.removesuffix(".weight_scale")
-                beside = (f"{module}.{part}" for part in (ZERO, "input_scale", "input_zero_point"))
+                pointed = floats.FORMS["fp8"] in forms or NAIVE in forms
+                static = f"{module}.{floats.INPUT}" in stored
+                unread = [ZERO, "input_zero_point"] if pointed else [ZERO, floats.INPUT, "input_zero_point"]
+                beside = (f"{module}.{part}" for part in unread)
                 other = next((part for part in beside if part in stored), None)
                 if other is not None:
                     raise CheckpointError(f"{other}: zero points and static activations of '{INT}' are not read.")
-                parts[module] = PLAIN
+                parts[module] = (*PLAIN, *((floats.INPUT,) if static else ()))
         return parts
 
     @staticmethod
@@ -192,8 +210,11 @@ class CompressedTensors:
 
     @staticmethod
     def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
-        if "weight" not in infos:
+        if "weight_shape" in infos:
             return None
+        if "weight" not in infos:
+            out_features, half = infos["weight_packed"].shape
+            return out_features, 2 * half
         out_features, in_features = infos["weight"].shape
         return out_features, in_features
 
@@ -232,6 +253,8 @@ INT8_TOKENS: dict[str, Any] = {
 
 
 def _form(scheme: Scheme) -> str:
+    if scheme.number != "integer":
+        return floats.FORMS[scheme.number]
     return PACKED if scheme.activations is None else INT
 
 
@@ -244,6 +267,12 @@ def _decode_plain(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
     if codes.numel() and (int(codes.min()) < 0 or int(codes.max()) >= scheme.levels):
         raise CheckpointError(f"weight holds numbers outside {scheme.bits} bits. The config belongs to other weights.")
     return QuantTensor(codes.to(torch.uint8), scales, None, scheme)
+
+
+def _activations_json(scheme: Scheme) -> dict[str, Any] | None:
+    if scheme.number != "integer":
+        return floats.activations_json(scheme)
+    return None if scheme.activations is None else dict(INT8_TOKENS)
 
 
 def _activations(module: str, group: Mapping[str, Any]) -> str | None:
@@ -262,6 +291,8 @@ def _activations(module: str, group: Mapping[str, Any]) -> str | None:
 
 
 def _weights(scheme: Scheme) -> dict[str, Any]:
+    if scheme.number != "integer":
+        return floats.weights_json(scheme)
     return {
         "num_bits": scheme.bits,
         "type": "int",
@@ -292,6 +323,8 @@ def _scheme_of(module: str, parts: Mapping[str, TensorHeader], config: Mapping[s
     if group.get("output_activations") or config.get("transform_config"):
         raise CheckpointError(f"{module}: quantized outputs and transforms are not read.")
     weights = group["weights"]
+    if weights.get("type") == "float":
+        return floats.scheme_of(module, group, parts)
     if not isinstance(weights["symmetric"], bool):
         raise CheckpointError(f"{module}: symmetric is {weights['symmetric']!r}, expected true or false.")
     if weights["symmetric"] and ZERO in parts:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from quantkit.core.mapped import View
@@ -68,8 +69,18 @@ class QuantizedReader:
                     raise CheckpointError(
                         f"{source.path}: {module} lacks its tensor {lost[0]!r}. The checkpoint is incomplete."
                     )
+            self._refuse_lone_codes()
             if not self.modules:
                 raise CheckpointError(f"{source.path}: config.json says quantized, but no quantized tensor is stored.")
+
+    def _refuse_lone_codes(self) -> None:
+        """Refuse FP8 numbers that belong to no quantized module: what they mean is lost with their scale."""
+        for name in self.plain_names():
+            if self.source.info(name).dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                raise CheckpointError(
+                    f"{self.source.path}: {name} is stored in FP8, but its scale is missing. The checkpoint is"
+                    " incomplete."
+                )
 
     @property
     def format(self) -> str | None:

@@ -17,10 +17,12 @@ LAYOUTS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
     "qzeros": (2, INT32),
     "g_idx": (1, INDEX),
     "shape": (1, INDEX),
-    "weight_packed": (2, INT32),
+    "weight_packed": (2, (torch.int32, torch.uint8)),
     "weight_zero_point": (2, INT32),
     "weight_shape": (1, INDEX),
 }
+FLOAT_CODES = (torch.float8_e4m3fn, torch.uint8)  # one scale may serve the whole matrix there: a number, or [1]
+GLOBAL_SCALES = ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale")
 POSITIVE = ("scales", "weight_scale")
 NOT_NEGATIVE = ("SCB",)
 # The largest scale, by dtype: in float16 only what overflowed comes near 65504, and weights that need more than 2**24
@@ -36,6 +38,7 @@ def check_layouts(infos: Mapping[str, TensorHeader]) -> None:
 
     Raises CheckpointError, naming the tensor, for one that is empty, or of other dimensions or dtype than it has.
     """
+    pointed = any(info.dtype in FLOAT_CODES for name, info in infos.items() if name in ("weight", "weight_packed"))
     for name, info in infos.items():
         shape = list(info.shape)
         if 0 in shape:
@@ -48,7 +51,7 @@ def check_layouts(infos: Mapping[str, TensorHeader]) -> None:
                     f"{name} is {str(info.dtype).removeprefix('torch.')} {shape}; expected {wanted} of"
                     f" {dimensions} dimensions. Download it again."
                 )
-        elif name in POSITIVE and len(shape) != 2:
+        elif name in POSITIVE and len(shape) != 2 and not (pointed and len(shape) < 2):
             raise CheckpointError(f"{name} has shape {shape}; expected 2 dimensions. Download it again.")
 
 
@@ -65,13 +68,17 @@ def check_values(parts: Mapping[str, Tensor]) -> None:
         lowest, highest = (float(bound) for bound in torch.aminmax(tensor.float()))
         if not (abs(lowest) < float("inf") and abs(highest) < float("inf")):
             raise CheckpointError(f"{name} holds numbers that are not finite. Download it again.")
+        if name in GLOBAL_SCALES:
+            if lowest <= 0:
+                raise CheckpointError(f"{name} holds {lowest:.4g}; scales are positive numbers. Download it again.")
+            continue
         most = LARGEST_HALF if tensor.dtype == torch.float16 else LARGEST_SCALE
         if max(abs(lowest), abs(highest)) > most:
             raise CheckpointError(
                 f"{name} holds {max(lowest, highest, key=abs):.4g}, more than any scale ({most:g}): its"
                 " weights would be absurd. Download it again."
             )
-        if name in POSITIVE and lowest < SMALLEST_SCALE:
+        if name in POSITIVE and tensor.dtype != torch.float8_e4m3fn and lowest < SMALLEST_SCALE:
             raise CheckpointError(f"{name} holds {lowest:.4g}; scales are positive numbers. Download it again.")
         if (name in NOT_NEGATIVE or name.endswith("absmax")) and lowest < 0:
             raise CheckpointError(f"{name} holds {lowest:.4g}, which is no largest magnitude. Download it again.")

@@ -24,6 +24,7 @@ from quantkit.runtime.images.processor import load_processor
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kv_cache.choose import kv_plan, tell_of_foreign_scales
 from quantkit.runtime.layers.build import fill
+from quantkit.runtime.layers.dense_source import stored_experts, tell_of_static_activations
 from quantkit.runtime.layers.fused import fuse_linears
 from quantkit.runtime.layers.head import check_head_bits, compact_head, default_head_bits, round_head
 from quantkit.runtime.layers.linear import KERNELS, QuantLinear
@@ -67,7 +68,7 @@ def load(
     """
     where = choose_device(device)
     _check_options(where, dtype, dequantize, kernel, head_bits, keep_dense, graphs)
-    source = open_source(ref)
+    source = stored_experts(open_source(ref))
     ends = end_tokens(source)
     stored = read_kv_plan(source.path) if source.path.is_dir() else None
     plan = kv_plan(stored, kv_bits, kv_scales)
@@ -118,6 +119,7 @@ def _finish_layers(
     keep_dense: bool,
 ) -> None:
     """Give the head its run-time form, keep float copies where asked for, and fuse linears on a GPU."""
+    tell_of_static_activations(reader)
     plain = dequantize or kernel not in (None, "numba") or dtype != torch.float32
     head_bits = head_bits or default_head_bits(module, reader, device, 16 if plain else 8)
     if head_bits in (4, 8):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_cases import INTERPRETED, inputs, passes_in_the_interpreter, quantized
 
-from quantkit.core.activations import quantize_tokens
+from quantkit.core.rounding.activations import quantize_tokens
 from quantkit.core.scheme import Scheme
 from quantkit.runtime.kernels.w8a8 import W8A8Weight, linear_w8a8
 

@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 
 from quantkit.checkpoint.source import Source
+from quantkit.convert.engines.float_schemes import has_floats, judge_floats
 from quantkit.convert.engines.rules import Checkpoint, Verdict, judge
-from quantkit.convert.engines.table import ENGINES, bfloat16_scales
+from quantkit.convert.engines.table import ENGINES, FLOAT_SPLITS, bfloat16_scales
 from quantkit.convert.plan.targets import Target
+from quantkit.formats import WRITABLE
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.attention_shape import kv_heads, query_heads
 from quantkit.model.language import name_of, output_embeddings, text_config
@@ -52,6 +54,8 @@ def lint_folder(source: Source) -> list[Verdict]:
     from quantkit.runtime.layers.build import find_modules
 
     reader = QuantizedReader(source)
+    if reader.format not in WRITABLE:
+        return []
     model: Any = build_skeleton(source.config)
     embed, head = model.get_input_embeddings(), output_embeddings(model)
     weights, module_names = [], find_modules(model, reader, str(source.path))
@@ -98,4 +102,9 @@ def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[s
 
 def lint(checkpoint: Checkpoint) -> list[Verdict]:
     """Return every engine's verdict, in the order of ``ENGINES``."""
-    return [judge(engine, checkpoint) for engine in ENGINES]
+    return [
+        judge_floats(engine, checkpoint, FLOAT_SPLITS)
+        if has_floats(checkpoint) and checkpoint.format in engine.formats
+        else judge(engine, checkpoint)
+        for engine in ENGINES
+    ]

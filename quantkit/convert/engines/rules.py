@@ -208,7 +208,7 @@ def judge(engine: Engine, checkpoint: Checkpoint) -> Verdict:
     objection = _objection(engine, checkpoint)
     if objection is not None:
         return Verdict(engine.name, engine.version, False, None, *objection)
-    largest, reason, reader = _largest_split(engine, checkpoint)
+    largest, reason, reader = largest_split(engine.splits, checkpoint)
     notes = tuple(note for make in engine.notes if (note := make(checkpoint)) is not None)
     return Verdict(engine.name, engine.version, True, largest, reason, reader, notes)
 
@@ -223,24 +223,31 @@ def _objection(engine: Engine, checkpoint: Checkpoint) -> tuple[str, str] | None
         reason = rule.test(checkpoint) if not rule.formats or checkpoint.format in rule.formats else None
         if reason is not None:
             return reason, rule.reader
-    return _split_objection(engine, checkpoint, 1)
+    return _split_objection(engine.splits, checkpoint, 1)
 
 
-def _split_objection(engine: Engine, checkpoint: Checkpoint, ranks: int) -> tuple[str, str] | None:
+Splits = tuple[tuple[str, RankSplit], ...]
+
+
+def _split_objection(splits: Splits, checkpoint: Checkpoint, ranks: int) -> tuple[str, str] | None:
     """Return why the engine does not load it on so many ranks, with the deciding line."""
-    answers = ((split(checkpoint, ranks), reader) for reader, split in engine.splits)
+    answers = ((split(checkpoint, ranks), reader) for reader, split in splits)
     return next(((reason, reader) for reason, reader in answers if reason is not None), None)
 
 
-def _largest_split(engine: Engine, checkpoint: Checkpoint) -> tuple[int, str, str]:
-    """Return the largest size that loads, and what stops the next one that the number of heads allows."""
-    if not engine.splits:
+def largest_split(splits: Splits, checkpoint: Checkpoint) -> tuple[int, str, str]:
+    """Return the largest size that loads, and what stops the next one that the number of heads allows.
+
+    splits: what is asked of every size, with the reader's line; none for an engine that does not split.
+    checkpoint: the facts to judge.
+    """
+    if not splits:
         return 1, "does not split a model.", ""
     largest, stop, where = 1, "", ""
     for ranks in range(2, LARGEST + 1):
         if checkpoint.heads % ranks:
             continue
-        objection = _split_objection(engine, checkpoint, ranks)
+        objection = _split_objection(splits, checkpoint, ranks)
         if objection is None:
             largest, stop, where = ranks, "", ""
         elif not stop:

@@ -13,6 +13,7 @@ from quantkit.convert.engines.rules import (
     Engine,
     EngineRule,
     Mixtures,
+    Splits,
     first,
     fused_rows,
     heads,
@@ -188,7 +189,8 @@ def int8_activations(c: Checkpoint) -> bool:
 
 def bfloat16_scales(c: Checkpoint) -> str | None:
     """Scales of W8A8 weights are kept in float32 (vLLM: schemes/compressed_tensors_w8a8_int8.py, create_weights)."""
-    cast = [weight.scheme for weight in c.weights if weight.scheme.activations is None]
+    integers = [weight.scheme for weight in c.weights if weight.scheme.number == "integer"]
+    cast = [scheme for scheme in integers if scheme.activations is None]
     if not c.bfloat16 or all(scheme.scale_dtype == "bfloat16" for scheme in cast):
         return None
     return "casts scales to bf16"
@@ -402,4 +404,9 @@ QUANTKIT = Engine(
     layers=lambda c: None,
 )  # fmt: skip
 
+FLOAT_SPLITS: Splits = (
+    ("vllm/model_executor/models/llama.py:145-155", heads),
+    ("vllm/model_executor/layers/linear.py:497, 1708", divisible),
+    ("the groups of its scales", whole_groups),
+)
 ENGINES = (QUANTKIT, VLLM, SGLANG, LMDEPLOY, TRANSFORMERS, GPTQMODEL, LLAMA_CPP)

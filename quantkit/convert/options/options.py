@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from quantkit import algorithms
 from quantkit.calibrate.matmul_precision import MODES
+from quantkit.convert.options.float_schemes import check_scheme
 from quantkit.convert.options.kv_request import CacheRequest, request
 from quantkit.convert.options.presets import AUTO, PRESETS, check_preset
 from quantkit.convert.options.rules import parse_rules
@@ -45,6 +46,8 @@ class ConvertOptions:
     # the name that was asked for; what it stands for is in the other options, see apply_preset
     preset: str | None = None
     method: str = "gptq"
+    # Numbers with a point instead of integers, see options.float_schemes.
+    scheme: str | None = None
     bits: int = 4
     # With a target: what all groups have, or "auto": chosen with the bits.
     group_size: int | str | None = 128
@@ -107,17 +110,18 @@ class ConvertOptions:
         if self.activations == "none":
             object.__setattr__(self, "activations", None)
         self._check_target()
+        check_scheme(self)
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"--seed {self.seed}: a whole number from 0 to 2**63 - 1.")
         if isinstance(self.rules, list):
             object.__setattr__(self, "rules", tuple(self.rules))
-        self.scheme  # noqa: B018  (validates bits, group size and scale dtype)
+        self.base_scheme  # noqa: B018  (validates bits, group size and scale dtype)
         if self.method == "smooth" and self.activations is None:
             raise RequestError(
                 "--method smooth moves outliers of int8 activations into the weights; 16-bit activations have no use"
                 " for it. Add --activations int8, or use --method awq or gptq."
             )
-        parse_rules(self.rules, self.scheme)
+        parse_rules(self.rules, self.base_scheme)
         writer_format(self.format)
         if self.scales not in ("search", "minmax"):
             raise RequestError(f"--scales {self.scales}: choose 'search' or 'minmax'.")
@@ -199,9 +203,12 @@ class ConvertOptions:
             )
 
     @property
-    def scheme(self) -> Scheme:
+    def base_scheme(self) -> Scheme:
         """The scheme of weights without a rule; with a target, what rules start from and all options have in common."""
         size: Any = 128 if self.group_size == AUTO else self.group_size
+        if self.scheme is not None:
+            named = Scheme.of(self.scheme)
+            return replace(named, scale_dtype=self.scale_dtype, activations=self.activations)
         return Scheme(self.bits, size, self.symmetric, self.scale_dtype, self.activations)
 
     @property
@@ -278,6 +285,8 @@ class ConvertOptions:
             "work_dir",
         ):
             data.pop(key)
+        if self.scheme is None:
+            data.pop("scheme")
         if self.method != "tune":
             data.pop("tune_steps")
         if not self.quantize_mtp:

@@ -29,7 +29,7 @@ def apply_activations(given: Mapping[str, Any]) -> dict[str, Any]:
 
     given: the options that were written out.
     """
-    if given.get("activations") in (None, "none"):
+    if given.get("activations") != "int8":
         return {}
     return {name: value for name, value in INT8_ACTIVATIONS.items() if name not in given}
 

@@ -64,6 +64,8 @@ class Rule:
         """
         if self.keep:
             return None
+        if base.number != "integer":
+            raise RequestError(f"beside {base.describe()} a rule can only keep modules at 16 bit: {self.pattern}=keep")
         size = base.group_size if self.group_size is None else (self.group_size or None)
         symmetric = base.symmetric if self.symmetric is None else self.symmetric
         return replace(base, bits=self.bits or base.bits, group_size=size, symmetric=symmetric)

@@ -244,7 +244,7 @@ def _choices(
     for bits in BITS:
         sizes: Any = SIZES.get(bits, USUAL_SIZES) if options.group_size == AUTO else (options.group_size,)
         for size in sizes:
-            asked = replace(options.scheme, bits=bits, group_size=size)
+            asked = replace(options.base_scheme, bits=bits, group_size=size)
             fitted = {form.group_size_for(asked, target.in_features) for _, target in members}
             if len(fitted) > 1 or (options.strict_groups and fitted != {size}):
                 continue

@@ -39,6 +39,7 @@ from quantkit.model.mixture.experts import expert_linears
 from quantkit.model.rotate import HEAD, RotatedSource
 from quantkit.model.skeleton import Blocks, build_skeleton, find_blocks
 from quantkit.model.weights import Weights
+from quantkit.runtime.layers.dense_source import DenseSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,11 @@ def _source_notes(options: ConvertOptions, source: Source, form: Format) -> list
         notes.append(
             f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its"
             " weights are read as float16, and losses and sizes are counted from there"
+        )
+    if isinstance(source, DenseSource):
+        notes.append(
+            f"the source is stored as {source.stored_as()}: its weights are read as"
+            f" {str(source.dtype).removeprefix('torch.')}, and losses and sizes are counted from there"
         )
     if options.cache.wanted:
         notes += cache_elsewhere(options.kv_bits, form)

@@ -85,7 +85,7 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     matrices = _find_head_embeddings(weights)
     known = [name for matrix in matrices for name in matrix.names]
     linears = [*(stored for stored, _ in names.values()), *mtp]
-    choice = choose_schemes(parse_rules(options.rules, options.scheme), options.scheme, linears, known)
+    choice = choose_schemes(parse_rules(options.rules, options.base_scheme), options.base_scheme, linears, known)
     targets, problems = Targets(), list(choice.problems)
     wanted: list[_Wanted] = [
         (module, stored, (linear.out_features, linear.in_features), "linear", choice.schemes[stored])
@@ -151,7 +151,7 @@ def _head_or_embedding_scheme(
         return matrix.choose(choice.schemes)
     if matrix.kind in form.head_embeddings:
         targets.free.append(matrix.module)
-        return options.scheme
+        return options.base_scheme
     targets.warnings.append(
         f"{matrix.stored} stays at 16 bit: {form.name} cannot hold {_KIND_WORDS[matrix.kind]} so that engines read it"
     )
@@ -294,7 +294,8 @@ def _say_adapted(
         targets.warnings.append(
             f"{ragged} of {len(targets.chosen)} linears end in a short group (only quantkit reads those)"
         )
-    for size in sorted({t.scheme.group_size for t in targets.chosen.values()} - set(COMMON_GROUPS), key=str):
+    integers = (t.scheme for t in targets.chosen.values() if t.scheme.number == "integer")
+    for size in sorted({scheme.group_size for scheme in integers} - set(COMMON_GROUPS), key=str):
         targets.warnings.append(
             f"groups of {size}: the kernels of vLLM, SGLang and others know 32, 64, 128 and per channel"
         )

@@ -62,7 +62,7 @@ def _request_lines(plan: Plan) -> list[str]:
         ),
         (
             f"  method    {method_words(options.method, options.method_options, options.preset)},"
-            f" {options.target if options.allocates else options.scheme.describe()}, scales by {options.scales};"
+            f" {options.target if options.allocates else options.base_scheme.describe()}, scales by {options.scales};"
             f" format {options.format}{cache}"
         ),
     ]

@@ -22,10 +22,10 @@ from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decision_sha256
 from quantkit.convert.stages.tune import TuneInputs, tune_block
 from quantkit.core import affine
-from quantkit.core.activations import round_input
-from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding.activations import input_hook
+from quantkit.core.rounding.numbers import LARGEST_E2M1, LARGEST_E4M3
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 from quantkit.formats.interface import Format
@@ -187,11 +187,12 @@ def _write_result(solver: Solver, entry: _Solved, result: BlockResult) -> None:
     result.digests[target.name] = decision_sha256(q.to("cpu"))
     linear.weight = nn.Parameter(dequantized, requires_grad=False)
     if q.scheme.activations is not None:
-        linear.register_forward_pre_hook(round_input)
+        linear.register_forward_pre_hook(input_hook(q.scheme))
 
 
 def _solve(solver: Solver, stack: _Stack) -> Steps:
-    o, hessian, scheme = solver.options, stack.group.hessian, stack.targets[0].scheme
+    o, hessian = solver.options, stack.group.hessian
+    scheme = _with_input_scale(stack.targets[0].scheme, stack.group)
     weight = torch.cat([linear.weight for linear in stack.linears])
     scales: Scales = "minmax" if o.scales == "minmax" else "search"
     if o.method == "gptq" and hessian is not None:
@@ -209,6 +210,18 @@ def _solve(solver: Solver, stack: _Stack) -> Steps:
     if o.method in CALIBRATED and o.method != "smooth":
         return replace(found, fallback="rounded: no calibration token reached this layer")
     return found
+
+
+def _with_input_scale(scheme: Scheme, group: InputGroup) -> Scheme:
+    """Fix the global scale of nvfp4 activations: the largest one seen becomes the largest number.
+
+    An input that no token reached has the scale of a largest activation of 1.
+    """
+    if scheme.activations != "nvfp4":
+        return scheme
+    largest = 0.0 if group.largest is None else float(group.largest.max())
+    stored = torch.tensor(LARGEST_E4M3 * LARGEST_E2M1 / (largest if largest > 0 else 1.0))  # float32
+    return replace(scheme, input_global_scale=float(stored))
 
 
 def _nearest(weight: Tensor, solution: Solution) -> Solution:
@@ -262,7 +275,7 @@ def _report(target: Target, weight: Tensor, solution: Solution, dequantized: Ten
         bits=q.bits_stored,
         damping=solution.damping,
         fallback=solution.fallback,
-        raised_scales=int((q.scales.float() <= SMALLEST_SCALE).sum()),
+        raised_scales=int((q.scales.float() <= affine.smallest_scale(q.scheme)).sum()),
         tokens=group.tokens,
         dropped_tokens=group.dropped,
     )

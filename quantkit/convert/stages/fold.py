@@ -221,6 +221,8 @@ class _FoldStep:
         rows = self.weight[self.fold.rows].float()
         spans = torch.stack([part.amax(1) - part.amin(1) for part in rows.split(width, dim=1)], dim=1)
         smallest = torch.where(spans > 0, spans, torch.inf).amin(1)
+        if target.scheme.number != "integer":  # these scales reach further than float16's
+            return torch.full_like(smallest, float("inf"))
         return (smallest / (target.scheme.levels - 1) / (4 * SMALLEST_SCALE)).clamp(min=1.0)
 
     def apply(self, factors: Tensor, groups: Sequence[InputGroup]) -> str | None:

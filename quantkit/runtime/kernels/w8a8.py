@@ -1,8 +1,8 @@
 """Int8 weights times int8 activations in torch: the reference of the Triton kernel, and the kernel of a CPU.
 
 ``linear_w8a8(x, w, bias)[t, n] = scale_x[t] * scale_w[n] * sum_k code_x[t, k] code_w[n, k] + bias[n]``, with
-``core.activations`` for x. The sum is exact; both scales and the bias are applied in float32; the result is cast to
-``x.dtype`` at the end.
+``core.rounding.activations`` for x. The sum is exact; both scales and the bias are applied in float32; the result is
+cast to ``x.dtype`` at the end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.core.activations import quantize_tokens
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding.activations import quantize_tokens
 from quantkit.runtime.kernels.reference import PackedWeight
 
 # products of codes, at most 127 * 128 each, add up to less than 2**24: exact in float32, in any order

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.source import Source, TensorInfo
-from quantkit.core.activations import round_input
 from quantkit.core.host import release_free_memory
 from quantkit.core.mapped import View, owned
 from quantkit.core.qtensor import BlockTensor, QuantTensor
+from quantkit.core.rounding.activations import input_hook
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, SourceError, UnsupportedModel
 from quantkit.formats.reader import QuantizedReader
@@ -120,7 +120,7 @@ def load_packed(
         """Whether the layout copies all it keeps: a view that is kept holds an open file, of which there are few."""
         if device.type != "cpu" or kernel not in (None, *NUMBA) or not isinstance(scheme, Scheme):
             return False
-        return scheme.activations is None and planar_fits(scheme, in_features)
+        return scheme.activations is None and scheme.number == "integer" and planar_fits(scheme, in_features)
 
     unpacked = 0
     for name, packed in zip(module_names.values(), _several(read, module_names.items(), device), strict=True):
@@ -248,7 +248,11 @@ def _round_inputs(module: nn.Module, reader: QuantizedReader, module_names: dict
     for stored, name in module_names.items():
         scheme = reader.scheme(stored)
         if isinstance(scheme, Scheme) and scheme.activations is not None:
-            module.get_submodule(name).register_forward_pre_hook(round_input)
+            if scheme.activations == "nvfp4":  # what the file fixes for this module is in its tensors
+                module_value = reader.module(stored)
+                assert isinstance(module_value, QuantTensor)
+                scheme = module_value.scheme
+            module.get_submodule(name).register_forward_pre_hook(input_hook(scheme))
 
 
 def find_modules(module: nn.Module, reader: QuantizedReader, where: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ from quantkit.runtime.kernels.cpu_layouts import (
     planar_fits,
 )
 from quantkit.runtime.kernels.cpu_torch import Int4Weight, Int8Weight, int4_fits, int8_fits, linear_int4, linear_int8
+from quantkit.runtime.kernels.float_weights import FloatWeight, linear_float
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kernels.reference import (
     BlockWeight,
@@ -60,6 +61,7 @@ KERNELS: dict[str, Kernel] = {
     "numba-gemm": linear_gemm,
     "w8a8": linear_w8a8,
     "triton-w8a8": _on_triton("linear_w8a8_triton", "w8a8"),
+    "float": linear_float,
 }
 
 NUMBA = ("numba", "numba-gemv", "numba-gemm")  # the first chooses between the others
@@ -84,6 +86,7 @@ CROSSOVER: dict[str, tuple[str, int]] = {
     "blocks": ("dequantize", 0),
     "w8a8": ("w8a8", sys.maxsize),  # "dequantize" would leave activations in floating point: other numbers
     "w8a8-triton": ("triton-w8a8", sys.maxsize),
+    "float": ("float", sys.maxsize),  # it dequantizes itself, and rounds activations where they are quantized
 }
 
 
@@ -100,6 +103,18 @@ def pack(q: QuantTensor | BlockTensor, *, device: torch.device, kernel: str | No
         raise RequestError(f"kernel={kernel!r}: known kernels are {', '.join(KERNELS)}.")
     if isinstance(q, BlockTensor):
         return _pack_blocks(q, device, kernel)
+    if q.scheme.number != "integer":
+        if kernel not in (None, "float"):
+            raise RequestError(
+                f"kernel={kernel!r} takes integers; these weights are {q.scheme.describe()}. Leave the kernel to"
+                " quantkit."
+            )
+        return FloatWeight(q).to(device)
+    if kernel == "float":
+        raise RequestError(
+            f"kernel={kernel!r} takes FP8, NVFP4 and MXFP4; these weights are {q.scheme.describe()}. Leave the kernel"
+            " to quantkit."
+        )
     if q.scheme.activations is not None:
         return _pack_w8a8(q, device, kernel)
     if kernel in ("w8a8", "triton-w8a8"):
@@ -241,9 +256,15 @@ class QuantLinear(nn.Module):
 
         Raises RequestError for a layer whose activations are quantized: floats would give another model's numbers.
         """
-        if isinstance(self.packed, W8A8Weight):
-            raise RequestError("keep_dense serves weight-only layers; this model's activations are int8. Leave it out.")
+        if isinstance(self.packed, W8A8Weight) or self._rounds():
+            kind = "int8" if isinstance(self.packed, W8A8Weight) else "rounded"
+            raise RequestError(
+                f"keep_dense serves weight-only layers; this model's activations are {kind}. Leave it out."
+            )
         self.dense = self.dequantize().to(dtype)
+
+    def _rounds(self) -> bool:
+        return isinstance(self.packed, FloatWeight) and self.packed.scheme.activations is not None
 
     def may_take_dense(self) -> bool:
         """Tell whether a float copy would ever be read: not beside kernels that are faster for any number of tokens.

@@ -6,7 +6,7 @@ import torch
 
 from quantkit.algorithms.smooth import FoldReader, smooth_factors
 from quantkit.core import affine
-from quantkit.core.activations import round_tokens
+from quantkit.core.rounding.activations import round_tokens
 from quantkit.core.scheme import Scheme
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.core.activations import quantize_tokens, round_tokens
+from quantkit.core.rounding.activations import quantize_tokens, round_tokens
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 

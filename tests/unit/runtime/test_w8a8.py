@@ -6,8 +6,8 @@ import pytest
 import torch
 from triton_cases import quantized
 
-from quantkit.core.activations import quantize_tokens
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding.activations import quantize_tokens
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 from quantkit.runtime.kernels.w8a8 import FEW_TOKENS, W8A8Weight

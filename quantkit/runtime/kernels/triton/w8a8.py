@@ -1,9 +1,10 @@
 """Int8 weights times int8 activations on integer matrix units.
 
-The definition: ``core.activations``; the reference: ``kernels/w8a8.py``. Two kernels. ``round_kernel``: one program per
-token reads it twice (the second time from the cache), finds ``max|x| / 127`` and writes codes; divisions are IEEE,
-halves go to even, so codes and scales equal the reference's bit for bit. A NaN or an infinite entry makes the scale
-NaN. ``product_kernel``: tiles of ``codes @ weights.T`` in int32, exact, then both scales and the bias in float32.
+The definition: ``core.rounding.activations``; the reference: ``kernels/w8a8.py``. Two kernels. ``round_kernel``: one
+program per token reads it twice (the second time from the cache), finds ``max|x| / 127`` and writes codes; divisions
+are IEEE, halves go to even, so codes and scales equal the reference's bit for bit. A NaN or an infinite entry makes
+the scale NaN. ``product_kernel``: tiles of ``codes @ weights.T`` in int32, exact, then both scales and the bias in
+float32.
 
 Tolerance against the reference: sums are the same integers; the epilogue may fuse the bias into the last product, one
 rounding in float32: ``|error| <= u |y| + 2^-23 |bias|``, u the rounding of ``x.dtype``.
@@ -87,7 +88,7 @@ def product_kernel(
 
 
 def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round tokens to int8 on the device: ``core.activations.quantize_tokens``.
+    """Round tokens to int8 on the device: ``core.rounding.activations.quantize_tokens``.
 
     x ``[tokens, in]`` -> int8 ``[tokens, in]``, float32 ``[tokens]``. Raises RequestError for a dtype that is not
     taken.

@@ -11,10 +11,14 @@ dynamic_scaled_int8_quant_kernel); compressed-tensors, which transformers runs, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from quantkit.core.rounding.float_activations import round_for
+from quantkit.core.scheme import Scheme
 
 LEVELS = 127
 
@@ -43,3 +47,17 @@ def round_tokens(x: Tensor) -> Tensor:
 def round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give a float linear the inputs that its packed twin computes with (a forward pre-hook)."""
     return (round_tokens(args[0]), *args[1:])
+
+
+def input_hook(scheme: Scheme) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return the forward pre-hook that gives a float linear the inputs of its packed twin, of this scheme.
+
+    scheme: of the weight; its activations are quantized.
+    """
+    if scheme.activations == "int8":
+        return round_input
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (round_for(args[0], scheme), *args[1:])
+
+    return hook
