@@ -98,7 +98,7 @@ def gptq_steps(
     known = diagonal[~dead].mean() if bool((~dead).any()) else diagonal.new_ones(())
     importance = torch.where(dead, known, diagonal)
     order = _order(importance, scheme, options.act_order)
-    upper, damping = _factorise(hessian, dead, importance, order, options)
+    upper, damping = factorise(hessian, dead, importance, order, options)
     if upper is None:
         simple = yield from rtn_steps(weight, scheme, options.scales, importance.float())
         return Solution(simple.quantized, None, "rounded: the Hessian could not be factorised even with full damping")
@@ -110,19 +110,19 @@ def gptq_steps(
     )
     del upper
     if options.sweeps:
-        damped = _damped(hessian, dead, importance, damping)
+        softened = damped(hessian, dead, importance, damping)
         codes, scales = refine(
             target,
             codes,
             scales,
             zeros,
             scheme,
-            damped,
+            softened,
             sweeps=options.sweeps,
             refit=options.scales == "search",
             descent=loops.descent,
         )
-        del damped
+        del softened
     quantized = QuantTensor(codes, scales, zeros, scheme)
     if options.sweeps:
         quantized = yield from _or_rounded(target, quantized, hessian.float(), importance.float(), options.scales)
@@ -174,7 +174,7 @@ def _towards(weight: Tensor, cross: Tensor, upper: Tensor, order: Tensor, pull: 
     return target
 
 
-def _factorise(
+def factorise(
     hessian: Tensor, dead: Tensor, importance: Tensor, order: Tensor, options: GPTQOptions
 ) -> tuple[Tensor | None, float]:
     """The factor with the first damping of the escalation that works, or None."""
@@ -185,7 +185,7 @@ def _factorise(
     return None, 0.0
 
 
-def _damped(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float) -> Tensor:
+def damped(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float) -> Tensor:
     """H in float64 with damping on its diagonal, and nothing but the diagonal of inputs that were never seen."""
     h = hessian.to(torch.float64, copy=True)
     h[dead] = 0
@@ -196,7 +196,7 @@ def _damped(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float) -
 
 def _permuted_factor(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float, order: Tensor) -> Tensor | None:
     """Upper U with Uᵀ U = (H + damping)⁻¹, columns in ``order``; None if H is not positive definite in float64."""
-    h = _damped(hessian, dead, importance, damping)
+    h = damped(hessian, dead, importance, damping)
     h = h[order]  # one copy at a time: of 14336 inputs each takes 1.6 GB
     h = h[:, order]
     lower, info = torch.linalg.cholesky_ex(h)

@@ -13,12 +13,15 @@ from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats.awq import AWQ
 from quantkit.formats.bitsandbytes import BitsAndBytes
 from quantkit.formats.compressed_tensors import CompressedTensors
+from quantkit.formats.gguf import GGUF
 from quantkit.formats.gptq import GPTQ
 from quantkit.formats.interface import Format, Reader
 from quantkit.formats.native import Native
 
-FORMATS: dict[str, Any] = {form.name: form for form in (CompressedTensors, GPTQ, AWQ, Native, BitsAndBytes)}
-WRITABLE = ("compressed-tensors", "gptq", "awq", "native")
+FORMATS: dict[str, Any] = {form.name: form for form in (CompressedTensors, GPTQ, AWQ, Native, GGUF, BitsAndBytes)}
+# folders of safetensors with integer codes; then all that convert can write
+PACKED = ("compressed-tensors", "gptq", "awq", "native")
+WRITABLE = (*PACKED, "gguf")
 READABLE = {
     "compressed-tensors": "compressed-tensors",
     "gptq": "gptq",
@@ -26,7 +29,7 @@ READABLE = {
     "quantkit": "native",
     "bitsandbytes": "bitsandbytes",
 }
-LATER = ("gguf", "bitsandbytes")
+LATER = ("bitsandbytes",)
 
 
 def writer_format(name: str) -> Format:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.convert.options.checks import refuse_unknown
+from quantkit.convert.options.gguf_request import apply_gguf
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.presets import apply_activations, apply_preset, apply_target
 from quantkit.errors import RequestError
@@ -37,6 +38,6 @@ def resolve_options(
     """
     refuse_unknown(typed)
     given = dict(typed)
-    for complete in (lambda options: apply_preset(preset, options), apply_activations, apply_target):
+    for complete in (lambda options: apply_preset(preset, options), apply_activations, apply_target, apply_gguf):
         given.update(complete(given))
     return ConvertOptions(source=str(source), out=Path(out), preset=preset, **given)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "quantkit"
 # From low to high: a room imports from the rooms before it. A module that lies directly in the folder is a room.
 ORDER = {
     "convert": [
-        "progress", "results", "options", "plan", "engines", "output",
+        "progress", "results", "gguf", "options", "plan", "engines", "output",
         "job", "stages", "report", "repack", "run", "api",
     ],
     "runtime": [
