@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.gptq import ColumnLoop, GPTQOptions, factorise, round_columns
-from quantkit.core.blocks import BlockCodes, BlockKind
+from quantkit.core.blocks import BlockCodes, BlockKind, combined
 from quantkit.core.interrupt import raise_if_interrupted
 
 RANGES = 20  # tried for each stretch of weights that shares a scale
@@ -54,11 +54,7 @@ def weighting(importance: Tensor | None, weight: Tensor) -> Tensor:
 
 def joined(parts: list[BlockCodes], dim: int = 0) -> BlockCodes:
     """Put weights below each other (dim 0), or side by side (dim 1)."""
-    fields = []
-    for name in ("codes", "d", "scales", "dmin", "minima"):
-        values = [getattr(part, name) for part in parts]
-        fields.append(None if values[0] is None else torch.cat(values, dim=dim))
-    return BlockCodes(parts[0].kind, *fields)
+    return combined(parts, lambda *values: torch.cat(values, dim=dim))
 
 
 def _solve(weight: Tensor, gain: Tensor, kind: BlockKind) -> BlockCodes:
@@ -257,9 +253,7 @@ def _integers(found: _Found, x: Tensor, w: Tensor, kind: BlockKind, rows: int) -
     block = _better(block, _fit_factors(block, x, w, kind), x, w, kind)
     low = block.low()
     codes = nearest(x, block.step()[:, None], None if low is None else low[:, None], kind)
-    ints = [
-        None if t is None else t.to(torch.int16).reshape(rows, -1) for t in (block.scales, block.minima)
-    ]
+    ints = [None if t is None else t.to(torch.int16).reshape(rows, -1) for t in (block.scales, block.minima)]
     dmin16 = None if block.dmin is None else block.dmin.half().reshape(rows, -1)
     return BlockCodes(kind, codes.reshape(rows, -1), block.d.half().reshape(rows, -1), ints[0], dmin16, ints[1])
 
@@ -441,8 +435,4 @@ def _better_rows(weight: Tensor, found: BlockCodes, simple: BlockCodes, h: Tenso
         return ((lost @ h) * lost).sum(-1)
 
     rows = (losses(simple) < losses(found))[:, None]
-    fields = []
-    for name in ("codes", "d", "scales", "dmin", "minima"):
-        other, mine = getattr(simple, name), getattr(found, name)
-        fields.append(None if mine is None else torch.where(rows, other, mine))
-    return BlockCodes(found.kind, *fields)
+    return combined([simple, found], lambda other, mine: torch.where(rows, other, mine))

@@ -14,6 +14,7 @@ Everything is float32, in this order of operations: the result has the bits of g
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,13 +163,22 @@ class BlockCodes:
 
     def to(self, device: torch.device | str) -> BlockCodes:
         """Return the same numbers on a device."""
-        moved = [None if t is None else t.to(device) for t in (self.scales, self.dmin, self.minima)]
-        return BlockCodes(self.kind, self.codes.to(device), self.d.to(device), *moved)
+        return combined([self], lambda value: value.to(device))
 
-    def rows(self, part: slice | Tensor) -> BlockCodes:
+    def rows(self, part: slice) -> BlockCodes:
         """Return some rows."""
-        cut = [None if t is None else t[part] for t in (self.scales, self.dmin, self.minima)]
-        return BlockCodes(self.kind, self.codes[part], self.d[part], *cut)
+        return combined([self], lambda value: value[part])
+
+
+def combined(parts: Sequence[BlockCodes], how: Callable[..., Tensor]) -> BlockCodes:
+    """Return one weight of several of one kind: every field by ``how`` from theirs."""
+
+    def field(name: str) -> Tensor | None:
+        values = [getattr(part, name) for part in parts]
+        return None if values[0] is None else how(*values)
+
+    codes, d = how(*(part.codes for part in parts)), how(*(part.d for part in parts))
+    return BlockCodes(parts[0].kind, codes, d, field("scales"), field("dmin"), field("minima"))
 
 
 def exponents(stored: Tensor) -> Tensor:

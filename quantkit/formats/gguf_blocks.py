@@ -165,7 +165,9 @@ def _q6_k(codes: Tensor, b: BlockCodes) -> list[Tensor]:
     return [_gather(codes & 15, 2, 64, 4), _gather(codes >> 4, 4, 32, 2), scales, _half(b.d)]
 
 
-_FIELDS: dict[str, Fields] = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"), _small) | {
+SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+_FIELDS: dict[str, Fields] = {
+    **dict.fromkeys(SMALL, _small),
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip
 Parts = Callable[[Tensor, BlockKind, int], BlockCodes]
@@ -183,10 +185,10 @@ def _small_parts(blocks: Tensor, kind: BlockKind, rows: int) -> BlockCodes:
         dmin, at = _halves(blocks[:, 2:4], rows), 4
     if kind.bits == 8:
         return BlockCodes(kind, _codes(blocks[:, at:] ^ 128, rows), d)
-    fifth = 0
+    codes = _two_nibbles(blocks[:, -16:])
     if kind.bits == 5:
-        fifth, at = _spread_bits(blocks[:, at : at + 4]) << 4, at + 4
-    return BlockCodes(kind, _codes(_two_nibbles(blocks[:, at:]) | fifth, rows), d, None, dmin)
+        codes |= _spread_bits(blocks[:, at : at + 4]) << 4
+    return BlockCodes(kind, _codes(codes, rows), d, None, dmin)
 
 
 def _q2_k_parts(blocks: Tensor, kind: BlockKind, rows: int) -> BlockCodes:
@@ -219,6 +221,7 @@ def _q6_k_parts(blocks: Tensor, kind: BlockKind, rows: int) -> BlockCodes:
     return BlockCodes(kind, _codes(codes, rows), _halves(d, rows), _codes(ints, rows))
 
 
-_PARTS: dict[str, Parts] = dict.fromkeys(
-    ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"), _small_parts
-) | {"Q2_K": _q2_k_parts, "Q3_K": _q3_k_parts, "Q4_K": _q4_k_parts, "Q5_K": _q4_k_parts, "Q6_K": _q6_k_parts}
+_PARTS: dict[str, Parts] = {
+    **dict.fromkeys(SMALL, _small_parts),
+    "Q2_K": _q2_k_parts, "Q3_K": _q3_k_parts, "Q4_K": _q4_k_parts, "Q5_K": _q4_k_parts, "Q6_K": _q6_k_parts,
+}  # fmt: skip

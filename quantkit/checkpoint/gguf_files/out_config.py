@@ -67,10 +67,15 @@ def _refuse(config: Mapping[str, Any], kind: str) -> None:
             f"{kind} with activation {activation!r}: llama.cpp computes another one. Write another --format."
         )
     if kind == "qwen3_moe" and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-        raise UnsupportedModel("qwen3_moe with dense layers among those of experts has no GGUF form. Use --format"
-                               " compressed-tensors.")  # fmt: skip
+        raise UnsupportedModel(
+            "qwen3_moe with dense layers among those of experts has no GGUF form. Use --format compressed-tensors."
+        )
+    if kind == "qwen3_moe" and not config.get("norm_topk_prob", True):
+        raise UnsupportedModel(
+            "qwen3_moe whose chosen experts' weights do not sum to 1 has no GGUF form. Use --format compressed-tensors."
+        )
     if config.get("attn_logit_softcapping"):
-        raise UnsupportedModel(f"{kind} with capped attention logits has no GGUF form. Use --format compressed-tensors.")
+        raise UnsupportedModel(f"{kind} with capped attention logits has no GGUF form. Use another --format.")
 
 
 def _of_kind(config: Mapping[str, Any], kind: str) -> dict[str, Field]:
@@ -90,11 +95,12 @@ def _of_kind(config: Mapping[str, Any], kind: str) -> dict[str, Field]:
         }
     if kind == "qwen3_moe":
         return {
-            "expert_count": whole(config["num_experts"]),
+            "expert_count": whole(config.get("num_experts") or config["num_local_experts"]),
             "expert_used_count": whole(config["num_experts_per_tok"]),
             "expert_feed_forward_length": whole(config["moe_intermediate_size"]),
         }
     if kind == "gpt_oss":
+        _check_windows(config, 2)
         return {
             "attention.sliding_window": whole(config["sliding_window"]),
             "expert_count": whole(config["num_local_experts"]),
@@ -106,12 +112,33 @@ def _of_kind(config: Mapping[str, Any], kind: str) -> dict[str, Field]:
     return {}
 
 
+def config_notes(config: Mapping[str, Any]) -> list[str]:
+    """Return what llama.cpp will compute otherwise than the original, where that is common practice."""
+    kind, window = str(config["model_type"]), config.get("sliding_window")
+    slides = window and (config.get("use_sliding_window", True) or kind not in ("qwen2", "qwen3", "qwen3_moe"))
+    if kind in ("gemma3_text", "gpt_oss") or not slides or window >= config["max_position_embeddings"]:
+        return []
+    return [
+        f"llama.cpp's {family_of(config).architecture} attends to all tokens, the original to the last {window}: texts"
+        " longer than that come out a little different"
+    ]
+
+
+def _check_windows(config: Mapping[str, Any], full: int) -> None:
+    """Raise UnsupportedModel unless every ``full``-th layer sees everything, as llama.cpp takes for granted."""
+    layers = int(config["num_hidden_layers"])
+    usual = ["full_attention" if (i + 1) % full == 0 else "sliding_attention" for i in range(layers)]
+    if list(config.get("layer_types") or usual) != usual:
+        raise UnsupportedModel(
+            f"{config['model_type']} where not every {full}th layer is without a window has no GGUF form. Use --format"
+            " compressed-tensors."
+        )
+
+
 def _check_gemma(config: Mapping[str, Any]) -> None:
     """Check what llama.cpp takes for granted of Gemma 3: the order of windows, and the scale of attention."""
     layers = int(config["num_hidden_layers"])
-    usual = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(layers)]
-    if list(config.get("layer_types") or usual) != usual:
-        raise UnsupportedModel("gemma3 whose sliding windows are not five of six has no GGUF form. Use another --format.")
+    _check_windows(config, 6)
     dim = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else config["head_dim"]
     if config.get("query_pre_attn_scalar", dim) != dim:
         raise UnsupportedModel(
@@ -126,7 +153,10 @@ def _positions(config: Mapping[str, Any], kind: str, dim: int) -> tuple[dict[str
     if "full_attention" in rope:
         local = rope.get("sliding_attention") or {}
         if local.get("rope_theta", 10000.0) != 10000.0:
-            raise UnsupportedModel(f"{kind}: windows with rope_theta {local['rope_theta']}; llama.cpp uses 10000 there.")
+            raise UnsupportedModel(
+                f"{kind}: windows with rope_theta {local['rope_theta']}; llama.cpp uses 10000 there. Use another"
+                " --format."
+            )
         rope = dict(rope["full_attention"])
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     turned = int(dim * float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quantkit.checkpoint.gguf_files.header import gguf_library, read_header
@@ -60,7 +61,7 @@ def write_file(path: Path, architecture: str, fields: Mapping[str, Field], tenso
             data = _bytes(tensor.read())
             if data.nbytes != _nbytes(tensor, gguf):
                 raise CheckpointError(f"{tensor.name}: {data.nbytes} bytes are no {tensor.kind} {list(tensor.shape)}")
-            sums.append(hashlib.sha256(data).hexdigest())
+            sums.append(hashlib.sha256(data.data).hexdigest())
             writer.write_tensor_data(data)
     finally:
         writer.close()
@@ -74,8 +75,6 @@ def _nbytes(tensor: OutTensor, gguf: Any) -> int:
 
 def _bytes(value: Tensor) -> np.ndarray[Any, Any]:
     """Return the bytes of a tensor, not copied where it is contiguous."""
-    import torch
-
     flat: np.ndarray[Any, Any] = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
 

@@ -14,7 +14,15 @@ from typing import Any
 
 from quantkit.checkpoint.gguf_files.out_config import Field
 from quantkit.checkpoint.gguf_files.vocabulary import (
-    BYTE, CONTROL, LLAMA3_WORDS, NORMAL, QWEN2_WORDS, SPACE, UNKNOWN, UNUSED, USER_DEFINED,
+    BYTE,
+    CONTROL,
+    LLAMA3_WORDS,
+    NORMAL,
+    QWEN2_WORDS,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
 )  # fmt: skip
 from quantkit.errors import UnsupportedModel
 
@@ -98,8 +106,8 @@ def word_rule(data: Mapping[str, Any]) -> str:
         return DIGITS_FIRST if digits else GPT2
     shown = ", ".join(step["type"] for step in steps) or "none"
     raise UnsupportedModel(
-        f"the tokenizer's rule for words ({shown}{': ' + str(patterns[0])[:60] if patterns else ''}) has no name in GGUF"
-        " that is known here. Convert the GGUF file of llama.cpp's own converter instead, or use another --format."
+        f"the tokenizer's rule for words ({shown}{': ' + str(patterns[0])[:60] if patterns else ''}) has no name in"
+        " GGUF that is known here. Convert the GGUF file of llama.cpp's own converter instead, or use another --format."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quantkit.checkpoint.gguf_files.out_config import config_fields
+from quantkit.checkpoint.gguf_files.out_config import config_fields, config_notes
 from quantkit.checkpoint.gguf_files.out_names import Names
 from quantkit.checkpoint.names import COMPUTED
 from quantkit.convert.gguf.types import Chosen, ModelFacts, tensor_kind
@@ -64,6 +64,11 @@ def gguf_chooser(
         return tensor_kind(mix, placed[stored], stacked, facts)
 
     return choose
+
+
+def gguf_notes(model: Any) -> list[str]:
+    """Return what a plan says of a model in GGUF."""
+    return config_notes(config_of(model))
 
 
 def experts_of(config: dict[str, Any]) -> int:

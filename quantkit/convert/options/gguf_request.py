@@ -5,34 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from quantkit.algorithms import OF_BLOCKS
 from quantkit.convert.gguf.types import FLOATS, MIXES, mix_name
 from quantkit.errors import RequestError
 
-
-class Request(Protocol):
-    """What is read of the options of a conversion; ``gguf_type`` is replaced by its usual name."""
-
-    method: str
-    format: str
-    gguf_type: str | None
-    imatrix: str | Path | None
-    activations: str | None
-    rules: tuple[str, ...]
-    distil: int
-    scales: str
-    quantize_mtp: bool
-    preset: str | None
-
-    @property
-    def allocates(self) -> bool: ...
-    @property
-    def cache(self) -> Any: ...
+Options = Any
+"""Those of a conversion (``ConvertOptions``, which imports this module)."""
 
 
-def check_gguf(options: Request) -> None:
+def check_gguf(options: Options) -> None:
     """Check the options that belong to ``--format gguf``, and that nothing contradicts it.
 
     Raises RequestError for the first that does.
@@ -69,7 +52,7 @@ def check_gguf(options: Request) -> None:
             raise RequestError(f"--imatrix {options.imatrix}: no such file. `quantkit imatrix` makes one.")
 
 
-def _refuse_others(options: Request) -> None:
+def _refuse_others(options: Options) -> None:
     """Raise RequestError for an option that a GGUF file cannot keep, or that has not landed for it."""
     wrong = {
         "--kv-bits, --kv-budget: a GGUF file has no place for the cache's scheme. llama.cpp takes it as --cache-type-k"
@@ -86,7 +69,7 @@ def _refuse_others(options: Request) -> None:
             raise RequestError(f"--format gguf with {reason}. Leave it out.")
 
 
-def is_float(options: Request) -> bool:
+def is_float(options: Options) -> bool:
     """Return True if the type is one that rounds to no codes."""
     return options.gguf_type is not None and MIXES[options.gguf_type][1] in FLOATS
 
@@ -113,12 +96,12 @@ def apply_gguf(given: Mapping[str, Any]) -> dict[str, Any]:
 DECIDED = ("bits", "group_size", "symmetric", "scale_dtype", "strict_groups")
 
 
-def decided_by_type(options: Request) -> dict[str, str]:
+def decided_by_type(options: Options) -> dict[str, str]:
     """Return the options that a GGUF type decides, with the reason."""
     return dict.fromkeys(DECIDED, f"--gguf-type {options.gguf_type} decides it")
 
 
-def unsaid(options: Request) -> tuple[str, ...]:
+def unsaid(options: Options) -> tuple[str, ...]:
     """Return the options that are in no manifest of this format."""
     if options.format == "gguf":
         return ("bits", "group_size", "symmetric", "scales", "scale_dtype", *(() if options.imatrix else ("imatrix",)))

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from quantkit.convert.gguf.names import gguf_chooser, gguf_notes
 from quantkit.convert.gguf.types import FLOATS, alike
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
-from quantkit.convert.gguf.names import gguf_chooser
 from quantkit.convert.plan.mtp_layers import mtp_linears
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
@@ -142,7 +142,7 @@ def _block_formats(options: ConvertOptions, mix: str, blocks: Blocks, weights: W
     ]
     wanted += [(m.module, m.stored, tuple(m.owner.weight.shape), m.kind) for m in _find_head_embeddings(weights)]
     choose = gguf_chooser(mix, weights, [stored for _, stored, *_ in wanted], informed=options.informed)
-    targets = Targets()
+    targets = Targets(warnings=gguf_notes(weights.model))
     for module, stored, shape, kind in wanted:
         chosen = choose(stored, shape)
         if chosen.kind in FLOATS:

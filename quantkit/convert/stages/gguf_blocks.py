@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms.gptq import Loops, proxy_loss
-from quantkit.algorithms.kquant import kquant, kquant_feedback
+from quantkit.algorithms.kquant import joined, kquant, kquant_feedback
 from quantkit.checkpoint.source import all_finite
 from quantkit.checkpoint.writer import tensor_sha256
 from quantkit.convert.options.options import ConvertOptions
@@ -20,6 +20,7 @@ from quantkit.errors import NumericsError
 from quantkit.formats.gguf import BLOCKS
 from quantkit.formats.gguf_blocks import encode
 
+PIECE = 1 << 22  # weights that are encoded and measured at a time
 Weighing = Callable[[str], Tensor | None]
 """The importance of a weight's inputs from a file, by its name in the checkpoint; None if the file has none."""
 
@@ -92,17 +93,23 @@ def keep(
     damping: float | None = None,
     trouble: str | None = None,
 ) -> None:
-    """Encode a rounded weight and report it.
+    """Encode a rounded weight and report it, some rows at a time.
 
     target: what was rounded. found: the codes. weight: the original. group: its inputs' statistics.
     """
-    rounded, packed = found.dequantize(), encode(found).cpu()
-    output = None
-    if group.hessian is not None or group.root is not None:
-        loss, energy = proxy_loss(weight, rounded, group.hessian, group.root)
-        output = (max(loss, 0.0) / max(energy, 1e-30)) ** 0.5
-    lost = torch.linalg.vector_norm(rounded - weight, dtype=torch.float64)
-    error = float(lost / torch.linalg.vector_norm(weight, dtype=torch.float64).clamp(min=1e-30))
+    packed = torch.empty(len(weight), found.kind.row_bytes(weight.shape[1]), dtype=torch.uint8)
+    lost, energy, output_lost, output_energy = 0.0, 0.0, 0.0, 0.0
+    measured = group.hessian is not None or group.root is not None
+    step = max(1, PIECE // weight.shape[1])
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
+        part, original = found.rows(rows), weight[rows].float()
+        rounded, packed[rows] = part.dequantize(), encode(part).cpu()
+        lost += float((rounded - original).square().sum(dtype=torch.float64))
+        energy += float(original.square().sum(dtype=torch.float64))
+        if measured:
+            loss, whole = proxy_loss(original, rounded, group.hessian, group.root)
+            output_lost, output_energy = output_lost + loss, output_energy + whole
     reasons = [reason for reason in (target.fallback, trouble) if reason]
     result.parts[f"{target.name}.{BLOCKS}"] = packed
     result.digests[target.name] = f"{found.kind.name} {tensor_sha256(packed)}"
@@ -110,8 +117,8 @@ def keep(
         LayerReport(
             name=target.name,
             scheme=found.kind.name,
-            relative_weight_error=error,
-            relative_output_error=output,
+            relative_weight_error=(lost / max(energy, 1e-30)) ** 0.5,
+            relative_output_error=(max(output_lost, 0.0) / max(output_energy, 1e-30)) ** 0.5 if measured else None,
             weights=weight.numel(),
             bits=8 * packed.numel(),
             damping=damping,
@@ -127,5 +134,6 @@ def round_matrix(target: Target, stored: Tensor, result: BlockResult, device: to
 
     target: what is rounded. stored: its values, finite. device: where rows are rounded.
     """
-    found = kquant(stored.to(device).float(), block_kind(str(target.blocks)))
-    keep(target, found.to("cpu"), stored.float(), result, group=InputGroup((target.name,)))
+    kind, step = block_kind(str(target.blocks)), max(1, PIECE // stored.shape[1])
+    found = joined([kquant(rows.to(device).float(), kind).to("cpu") for rows in stored.split(step)])
+    keep(target, found, stored, result, group=InputGroup((target.name,)))
