@@ -413,7 +413,8 @@ def _line(block: BlockCodes) -> tuple[Tensor, Tensor]:
     steps, lows = block.steps(), block.lows()
     steps = torch.where(steps == 0, NO_STEP, steps)
     offsets = torch.full_like(steps, float(block.kind.offset)) if lows is None else lows / steps
-    return tuple(t.repeat_interleave(block.kind.sub, dim=1).t().contiguous() for t in (steps, offsets))  # type: ignore[return-value]
+    step, offset = (t.repeat_interleave(block.kind.sub, dim=1).t().contiguous() for t in (steps, offsets))
+    return step, offset
 
 
 def _table_columns(rest: Tensor, upper: Tensor, steps: Tensor, kind: BlockKind) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from quantkit.calibrate.capture import advance
 from quantkit.calibrate.transfer import offload
 from quantkit.checkpoint.source import finite
 from quantkit.convert.engines.lint import casts_scales, lint_plan
+from quantkit.convert.gguf.weighing import weighing
 from quantkit.convert.job.work_folder import Work, identity
 from quantkit.convert.output.gguf_file import write_gguf
 from quantkit.convert.output.layout import checkpoint_layout
@@ -160,7 +161,8 @@ def quantize_blocks(
     listen: called with a ``Progress`` before every block.
     """
     targets = decisions.targets
-    solver = Solver(options=plan.options, format=plan.format, targets=targets, loops=plan.loops)
+    weigh = None if plan.options.imatrix is None else weighing(Path(plan.options.imatrix), plan.weights)
+    solver = Solver(options=plan.options, format=plan.format, targets=targets, loops=plan.loops, weighing=weigh)
     folding = Folding(method=plan.options.method, weights=plan.weights, targets=targets, rewritten=plan.rewritten)
     first, hidden = _resume(plan, inputs, work, collected)
     for index in range(first, len(plan.blocks)):

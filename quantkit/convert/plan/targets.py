@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from quantkit.convert.gguf.names import gguf_chooser, gguf_notes
 from quantkit.convert.gguf.types import FLOATS, alike
+from quantkit.convert.gguf.weighing import check_importance
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
 from quantkit.convert.plan.mtp_layers import mtp_linears
@@ -155,6 +157,9 @@ def _block_formats(options: ConvertOptions, mix: str, blocks: Blocks, weights: W
         targets.chosen[module] = Target(
             stored, f"{module}.weight", rows, width, scheme, kind, chosen.kind, chosen.fallback
         )
+    if options.imatrix is not None:
+        linears = [(target.name, target.in_features) for target in targets.chosen.values() if target.kind == "linear"]
+        targets.warnings += check_importance(Path(options.imatrix), weights, linears)
     return targets
 
 
