@@ -39,7 +39,7 @@ def kquant(weight: Tensor, kind: BlockKind, importance: Tensor | None = None) ->
     parts = []
     for rows in weight.split(step):
         raise_if_interrupted()
-        parts.append(_solve(rows.float(), gain.expand(len(rows), -1), kind))
+        parts.append(_solve(rows.float().contiguous(), gain.expand(len(rows), -1), kind))
     return joined(parts)
 
 

@@ -119,6 +119,11 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     """
     if source.quantization() is None:
         return None
+    if requested.get("format") == "gguf":
+        raise RequestError(
+            f"{source.path}: is quantized already, and repacking integer codes into a GGUF file has not landed. Give"
+            " the 16-bit original with --format gguf."
+        )
     reader, text_problems = QuantizedReader(source), list[str]()
     cache = plan_cache(source, out, requested, text_problems)
     usual = "compressed-tensors" if cache is None else reader.format
