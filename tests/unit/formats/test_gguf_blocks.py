@@ -66,3 +66,10 @@ def test_rows_that_end_within_a_block_are_refused() -> None:
 def test_fields_of_another_shape_are_refused() -> None:
     with pytest.raises(CheckpointError, match="Q4_K: scales is None"):
         BlockCodes(KINDS["Q4_K"], torch.zeros(1, 256, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.float16))
+
+
+def test_the_example_of_the_page_is_what_it_says() -> None:
+    packed = bytes.fromhex("083081899199a1a9b1b9c0c8d0d8e0e8f0f8000810182028303840474f575f676f77")
+    blocks = decode(torch.tensor([list(packed)], dtype=torch.uint8), KINDS["Q8_0"])
+    assert torch.allclose(blocks.dequantize()[0], torch.arange(-16.0, 16.0), atol=0.07)
+    assert bytes(encode(blocks)[0].tolist()) == packed
