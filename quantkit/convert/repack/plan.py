@@ -106,15 +106,6 @@ class RepackPlan:
         return "\n".join(lines)
 
 
-def _refuse_gguf(source: Source, requested: Mapping[str, Any]) -> None:
-    """Raise RequestError if a quantized source should become a GGUF file."""
-    if requested.get("format") == "gguf":
-        raise RequestError(
-            f"{source.path}: is quantized already, and repacking integer codes into a GGUF file has not landed. Give"
-            " the 16-bit original with --format gguf."
-        )
-
-
 def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> RepackPlan | None:
     """Plan to repack a quantized source; None if ``source`` is a floating-point model.
 
@@ -128,7 +119,6 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     """
     if source.quantization() is None:
         return None
-    _refuse_gguf(source, requested)
     reader, text_problems = QuantizedReader(source), list[str]()
     cache = plan_cache(source, out, requested, text_problems)
     usual = "compressed-tensors" if cache is None else reader.format
