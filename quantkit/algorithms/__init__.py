@@ -30,8 +30,10 @@ Scales = Literal["minmax", "search"]
 # of a channel: factors stay within 1/64 .. 64 around their geometric mean, for fp16 norms and scales must hold them
 LARGEST_FACTOR = 64.0
 # what convert offers; calibrated ones first
-METHODS = ("gptq", "awq", "tune", "smooth", "hqq", "rtn")
-CALIBRATED = ("gptq", "awq", "tune", "smooth")
+METHODS = ("gptq", "awq", "tune", "smooth", "kquant", "hqq", "rtn")
+CALIBRATED = ("gptq", "awq", "tune", "smooth", "kquant")
+# those of ggml's block formats; kquant is for nothing else
+OF_BLOCKS = ("gptq", "kquant", "rtn")
 # they read no text, but see what random tokens do
 DRAWN = ("hqq",)
 # they always scale channels before rounding: norms and biases change too
@@ -43,6 +45,6 @@ SIZES_ALONE = ("smooth", "hqq")
 # They compare with the original model's hidden states (so does gptq with --gptaq): convert keeps those beside the
 # quantized model's.
 PAIRED: tuple[str, ...] = ("tune",)
-LATER = ("kquant",)
+LATER: tuple[str, ...] = ()
 # what other tools call it: what it is here
 ELSEWHERE = {"autoround": "tune", "signround": "tune", "dwq": "rtn --distil 128"}

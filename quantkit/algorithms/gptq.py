@@ -101,7 +101,7 @@ def gptq_steps(
     known = diagonal[~dead].mean() if bool((~dead).any()) else diagonal.new_ones(())
     importance = torch.where(dead, known, diagonal)
     order = _order(importance, scheme, options.act_order)
-    upper, damping = _factorise(hessian, dead, importance, order, options)
+    upper, damping = factorise(hessian, dead, importance, order, options)
     if upper is None:
         simple = yield from rtn_steps(weight, scheme, options.scales, importance.float())
         return Solution(simple.quantized, None, "rounded: the Hessian could not be factorised even with full damping")
@@ -113,19 +113,19 @@ def gptq_steps(
     )
     del upper
     if options.sweeps:
-        damped = _damped(hessian, dead, importance, damping)
+        softened = damped(hessian, dead, importance, damping)
         codes, scales = refine(
             target,
             codes,
             scales,
             zeros,
             scheme,
-            damped,
+            softened,
             sweeps=options.sweeps,
             refit=options.scales == "search" and scheme.rows == 1,
             descent=loops.descent,
         )
-        del damped
+        del softened
     quantized = QuantTensor(codes, scales, zeros, scheme)
     losses = None
     if options.sweeps and scheme.rows == 1:
@@ -182,7 +182,7 @@ def _towards(weight: Tensor, cross: Tensor, upper: Tensor, order: Tensor, pull: 
     return target
 
 
-def _factorise(
+def factorise(
     hessian: Tensor, dead: Tensor, importance: Tensor, order: Tensor, options: GPTQOptions
 ) -> tuple[Tensor | None, float]:
     """The factor with the first damping of the escalation that works, or None."""
@@ -193,7 +193,7 @@ def _factorise(
     return None, 0.0
 
 
-def _damped(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float) -> Tensor:
+def damped(hessian: Tensor, dead: Tensor, importance: Tensor, damping: float) -> Tensor:
     """H in float64 with damping on its diagonal, and nothing but the diagonal of inputs that were never seen."""
     h = hessian.to(torch.float64, copy=True)
     h[dead] = 0
@@ -209,7 +209,7 @@ def _permuted_factor(hessian: Tensor, dead: Tensor, importance: Tensor, damping:
     work of inverting H and factorising the inverse.
     """
     backwards = order.flip(0)
-    h = _damped(hessian, dead, importance, damping)
+    h = damped(hessian, dead, importance, damping)
     h = h[backwards]  # one copy at a time: of 14336 inputs each takes 1.6 GB
     h = h[:, backwards]
     lower, info = torch.linalg.cholesky_ex(h)

@@ -186,6 +186,11 @@ class CheckpointWriter:
                 self.folder / f"{self.stem}.safetensors.index.json",
                 {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
             )
+        self.settle()
+
+    def settle(self) -> None:
+        """Bring what lies in the folder to the disk; parts that nobody keeps are removed."""
+        with disk(self.folder):
             if self.kept is None:
                 remove(self._parts, self.folder)
             for path in [*self.folder.rglob("*"), self.folder]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from quantkit.algorithms import LATER as LATER_METHODS
 from quantkit.algorithms import METHODS
 from quantkit.cli.option_groups import GroupedCommand, grouped
 from quantkit.cli.output import print_json, print_lines
@@ -78,7 +77,7 @@ class ConvertCommand(GroupedCommand):
     default="gptq",
     show_default=True,
     metavar="METHOD",
-    help=f"{', '.join(METHODS[:-1])} or {METHODS[-1]}. ({', '.join(LATER_METHODS)}: later)",
+    help=f"{', '.join(METHODS[:-1])} or {METHODS[-1]}. (kquant: with --format gguf)",
 )
 @grouped(
     "Basic",
@@ -110,6 +109,21 @@ class ConvertCommand(GroupedCommand):
     show_default=True,
     metavar="FORMAT",
     help=f"{', '.join(WRITABLE[:-1])} or {WRITABLE[-1]}.",
+)
+@grouped(
+    "Basic",
+    "--gguf-type",
+    metavar="TYPE",
+    help=(
+        "With --format gguf: q4_k_m, q5_k_m, q6_k, q8_0, q4_0, f16, ...: block formats by tensor as llama.cpp mixes"
+        " them. Methods: gptq, kquant (scales weighed by importance), rtn."
+    ),
+)
+@grouped(
+    "Basic",
+    "--imatrix",
+    metavar="FILE",
+    help="With --format gguf: an importance matrix of llama.cpp or `quantkit imatrix`, instead of a text.",
 )
 @grouped(
     "Basic",

@@ -19,6 +19,7 @@ COMMANDS = {
     "fetch": "Download a named model or text into the cache and print its folder.",
     "inspect": "Show the structure of a model: blocks, linears, sizes.",
     "convert": "Quantize a model into a folder that engines load.",
+    "imatrix": "Write llama.cpp's importance matrix of a model.",
     "eval": "Measure perplexity, and divergence from the original.",
     "generate": "Generate text with a model.",
     "bench": "Time a model: first token, tokens/s, share of the memory's bandwidth.",

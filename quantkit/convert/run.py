@@ -15,7 +15,9 @@ from quantkit.calibrate.capture import advance
 from quantkit.calibrate.transfer import offload
 from quantkit.checkpoint.source import finite
 from quantkit.convert.engines.lint import casts_scales, lint_plan
+from quantkit.convert.gguf.weighing import weighing
 from quantkit.convert.job.work_folder import Work, identity
+from quantkit.convert.output.gguf_file import write_gguf
 from quantkit.convert.output.layout import checkpoint_layout
 from quantkit.convert.output.side_files import write_beside
 from quantkit.convert.output.smoke_test import TOO_LARGE, continue_prompt, prompt_of
@@ -85,8 +87,13 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     report.seconds = time.perf_counter() - started
     report.peak_host_bytes = peak_rss()
     report.peak_device_bytes = peak_device_bytes(plan.device)
-    report.output_bytes = sum(file.stat().st_size for file in plan.options.out.glob("*.safetensors"))
+    report.output_bytes = sum(file.stat().st_size for file in weight_files(plan.options.out))
     return report
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a written folder that hold weights."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf"))
 
 
 def _convert(plan: Plan, work: Work, listen: Listener) -> ConvertReport:
@@ -154,7 +161,8 @@ def quantize_blocks(
     listen: called with a ``Progress`` before every block.
     """
     targets = decisions.targets
-    solver = Solver(options=plan.options, format=plan.format, targets=targets, loops=plan.loops)
+    weigh = None if plan.options.imatrix is None else weighing(Path(plan.options.imatrix), plan.weights)
+    solver = Solver(options=plan.options, format=plan.format, targets=targets, loops=plan.loops, weighing=weigh)
     folding = Folding(method=plan.options.method, weights=plan.weights, targets=targets, rewritten=plan.rewritten)
     first, hidden = _resume(plan, inputs, work, collected)
     with NextBlock(plan.weights, plan.blocks) as ahead:
@@ -275,7 +283,7 @@ def _new_report(plan: Plan, decisions: Decisions, work: Work) -> ConvertReport:
         out=o.out,
         method=o.method,
         format=o.format,
-        scheme=o.target if o.allocates else o.base_scheme.describe(),
+        scheme=o.scheme_words,
         kv_bits=o.kv_bits,
         preset=o.preset,
         method_options=o.method_options,
@@ -315,29 +323,44 @@ def _finish(
     report.tuning, report.distilled = collected.tuning, collected.distilled
     layout = checkpoint_layout(plan.weights, decisions.targets, fp8_cache=plan.stores_cache_scales)
     work.writer.fresh_folder()
-    folder = work.writer.folder
+    folder, one_file = work.writer.folder, plan.options.gguf_type is not None
     write_beside(
         plan.source,
         folder,
-        quantization=plan.format.config(layout, __version__),
+        quantization=None if one_file else plan.format.config(layout, __version__),
         # what made these bytes; no times and no paths: the same job gives the same manifest
         manifest={**identity(plan, inputs), **report.for_manifest()},
         kv=cache,
     )
-    work.writer.assemble()
-    listen(Progress("verify", total, total))
-    casts = casts_scales(plan.format.name, decisions.targets, plan.model.config, plan.source.config)
-    cast = CastLoss() if casts else None
-    report.verified_tensors = verify_folder(folder, collected.digests, work.writer.entries, cast)
-    if cast is not None:
-        report.notes.append(cast.note())
-    report.verified_tensors += verify_kv(folder, cache)
+    if one_file:
+        listen(Progress("verify", total, total))
+        report.verified_tensors, notes = write_gguf(plan, decisions.targets, work.writer)
+        report.notes += notes
+        work.writer.settle()
+    else:
+        _assemble(plan, decisions, work, collected, report, cache, lambda: listen(Progress("verify", total, total)))
     sample = _smoke_test(plan, inputs, folder)
     if isinstance(sample, str):
         report.notes.append(sample)
     else:
         report.sample = sample
     work.finish(report.to_store(), decisions.choice)
+
+
+def _assemble(
+    plan: Plan, decisions: Decisions, work: Work, collected: Collected, report: ConvertReport, cache: KVPlan | None,
+    verifying: Callable[[], None],
+) -> None:  # fmt: skip
+    """Join the parts into shards, and read everything back."""
+    work.writer.assemble()
+    verifying()
+    casts = casts_scales(plan.format.name, decisions.targets, plan.model.config, plan.source.config)
+    cast = CastLoss() if casts else None
+    folder = work.writer.folder
+    report.verified_tensors = verify_folder(folder, collected.digests, work.writer.entries, cast)
+    if cast is not None:
+        report.notes.append(cast.note())
+    report.verified_tensors += verify_kv(folder, cache)
 
 
 def _smoke_test(plan: Plan, inputs: Inputs, folder: Path) -> dict[str, str] | str:

@@ -15,13 +15,16 @@ from quantkit.formats.bitsandbytes import BitsAndBytes
 from quantkit.formats.compressed_tensors import CompressedTensors
 from quantkit.formats.floats.fp8 import FP8
 from quantkit.formats.floats.modelopt import ModelOpt
+from quantkit.formats.gguf import GGUF
 from quantkit.formats.gptq import GPTQ
 from quantkit.formats.interface import Format, Reader
 from quantkit.formats.native import Native
 
-_ALL: tuple[Any, ...] = (CompressedTensors, GPTQ, AWQ, Native, BitsAndBytes, FP8, ModelOpt)
+_ALL: tuple[Any, ...] = (CompressedTensors, GPTQ, AWQ, Native, GGUF, BitsAndBytes, FP8, ModelOpt)
 FORMATS: dict[str, Any] = {form.name: form for form in _ALL}
-WRITABLE = ("compressed-tensors", "gptq", "awq", "native")
+# folders of safetensors with integer codes; then all that convert can write
+PACKED = ("compressed-tensors", "gptq", "awq", "native")
+WRITABLE = (*PACKED, "gguf")
 READABLE = {
     "compressed-tensors": "compressed-tensors",
     "gptq": "gptq",
@@ -32,7 +35,7 @@ READABLE = {
     "fbgemm_fp8": "fp8",
     "modelopt": "modelopt",
 }
-LATER = ("gguf", "bitsandbytes")
+LATER = ("bitsandbytes",)
 
 
 def writer_format(name: str) -> Format:

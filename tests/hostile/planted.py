@@ -48,9 +48,9 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 def is_limited_child(event: str, arguments: tuple[Any, ...]) -> bool:
     """Tell whether this is quantkit's own child with limits, which reads nothing of the folder as a program."""
-    from quantkit.core import limited_child
+    from quantkit.core.limited import child as limited_child
 
-    worker = Path(limited_child.__file__).with_name("limited_worker.py")
+    worker = Path(limited_child.__file__).with_name("worker.py")
     return event == "subprocess.Popen" and list(arguments[1])[:4] == [sys.executable, "-I", "-S", str(worker)]
 
 

@@ -207,7 +207,7 @@ def _watch(scratch: Path) -> None:
             event == "pickle.find_class" and not str(arguments[0]).startswith(PICKLED)
         ):
             outside.append(f"{event} {str(arguments)[:200]}")
-        elif event == "subprocess.Popen" and "limited_worker.py" not in str(arguments[1]):
+        elif event == "subprocess.Popen" and "worker.py" not in str(arguments[1]):
             outside.append(f"starts {arguments[1]}")
 
     sys.addaudithook(hook)

@@ -220,4 +220,4 @@ def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
     }
     # A few functions of a wheel whose hash is checked, to make a text; and what a child of ours sends back through its
     # pipe. A model folder has no part in either.
-    assert named == {"checkpoint/text_files/wikipedia.py", "core/limited_worker.py"}
+    assert named == {"checkpoint/text_files/wikipedia.py", "core/limited/worker.py"}

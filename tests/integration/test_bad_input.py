@@ -47,16 +47,32 @@ def save(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None
     save_file(tensors, model / "model.safetensors")
 
 
+GGUF = ["--format", "gguf", "--gguf-type"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["--bits", "9"], 2, ["bits=9", "2, 3, 4, 5, 6, 7 or 8"]),
         (["--group-size", "-5"], 2, ["group_size=-5", "'channel'"]),
         (["--group-size", "many"], 2, ["--group-size many", "positive number"]),
-        (["--method", "kquant"], 2, ["kquant", "not landed yet", "gptq"]),
+        (["--method", "kquant"], 2, ["--method kquant", "Add --format gguf", "gptq or awq"]),
         (["--method", "autoround"], 2, ["autoround", "--method tune does that here"]),
         (["--method", "magic"], 2, ["magic", "no such method"]),
-        (["--format", "gguf"], 2, ["gguf", "not landed yet"]),
+        (["--format", "gguf"], 2, ["--format gguf: which type?", "--gguf-type q4_k_m"]),
+        (["--gguf-type", "q4_k_m"], 2, ["--gguf-type q4_k_m", "goes with --format gguf"]),
+        (["--imatrix", "none.gguf"], 2, ["--imatrix none.gguf", "goes with --format gguf"]),
+        ([*GGUF, "q9_z"], 2, ["--gguf-type q9_z", "no such type", "q4_k_m"]),
+        ([*GGUF, "q4_0", "--method", "awq"], 2, ["--method awq", "finds no scales", "gptq, kquant, rtn"]),
+        ([*GGUF, "q4_0", "--preset", "best"], 2, ["preset best", "--preset balanced"]),
+        ([*GGUF, "q4_0", "--bits", "4"], 2, ["--bits", "no effect", "--gguf-type q4_0 decides it"]),
+        ([*GGUF, "q4_0", "--kv-bits", "8"], 2, ["--kv-bits", "--cache-type-k"]),
+        ([*GGUF, "q4_0", "--rule", "*=bits:8"], 2, ["--rule", "block formats"]),
+        ([*GGUF, "q4_0", "--target-bpw", "5"], 2, ["--target-bpw", "has not landed"]),
+        ([*GGUF, "q4_0", "--distil", "8"], 2, ["--distil", "integer schemes"]),
+        ([*GGUF, "f16", "--method", "gptq"], 2, ["--method gptq has no effect", "rounds to no codes"]),
+        ([*GGUF, "q4_0", "--imatrix", "none.gguf"], 2, ["none.gguf: no such file", "quantkit imatrix"]),
+        ([*GGUF, "q4_0", "--imatrix", "none.gguf", "--method", "gptq"], 2, ["--imatrix with --method gptq"]),
         (["--kv-bits", "5"], 2, ["--kv-bits 5", "16"]),
         (["--preset", "finest"], 2, ["--preset finest", "no preset", "balanced"]),
         (["--preset", "slow"], 2, ["--preset slow", "is no preset"]),

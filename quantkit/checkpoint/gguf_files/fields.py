@@ -18,6 +18,7 @@ _SIZE = Several(Whole(0, MOST_WIDTH), alone=True)
 GENERAL: dict[str, Rule] = {
     "general.architecture": Word(),
     "general.alignment": Whole(1, 1 << 20),
+    "general.type": Word(),
     "split.count": Whole(0, 1 << 16),
     "tokenizer.ggml.model": Word(),
     "tokenizer.ggml.pre": Word(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from quantkit.checkpoint.regular import check_regular
 from quantkit.checkpoint.text_files.plain import MOST_BYTES, Beginning, beginning
 from quantkit.checkpoint.text_files.records import names
-from quantkit.core.limited_child import LimitedChild, Stopped
+from quantkit.core.limited.child import LimitedChild, Stopped
 from quantkit.errors import MissingExtra, SourceError
 
 TASK = Path(__file__).with_name("parquet_task.py")

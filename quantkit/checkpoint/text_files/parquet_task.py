@@ -1,4 +1,4 @@
-"""Reads the column ``text`` of a parquet file, in a child process that imports pyarrow only (``limited_worker.py``)."""
+"""Reads the column ``text`` of a parquet file, in a child process that imports pyarrow only (``limited/worker.py``)."""
 
 from __future__ import annotations
 

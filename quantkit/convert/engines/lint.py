@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from quantkit.checkpoint.gguf_files.architectures import ARCHITECTURES
+from quantkit.checkpoint.gguf_files.out_names import FAMILIES
 from quantkit.checkpoint.source import Source
 from quantkit.convert.engines.float_schemes import has_floats, judge_floats
 from quantkit.convert.engines.rules import Checkpoint, Verdict, judge
@@ -100,8 +102,25 @@ def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[s
     )
 
 
+LLAMA_CPP_PYTHON = "0.3.36 of llama-cpp-python"  # what files of every family were loaded with
+
+
+def gguf_readers(family: str) -> list[Verdict]:
+    """Return who loads a GGUF file of a model type."""
+    architecture = FAMILIES[family].architecture if family in FAMILIES else family
+    known = architecture in ARCHITECTURES
+    why = "" if known else f"does not read GGUF files of {architecture}."
+    where = "quantkit/checkpoint/gguf_files/architectures.py"
+    return [
+        Verdict("quantkit", "this version", known, 1 if known else None, why, where, ("dequantized to 16 bit",)),
+        Verdict("llama.cpp", LLAMA_CPP_PYTHON, True, 1, "", "src/llama-model.cpp"),
+    ]
+
+
 def lint(checkpoint: Checkpoint) -> list[Verdict]:
     """Return every engine's verdict, in the order of ``ENGINES``."""
+    if checkpoint.format == "gguf":
+        return gguf_readers(checkpoint.family)
     return [
         judge_floats(engine, checkpoint, FLOAT_SPLITS)
         if has_floats(checkpoint) and checkpoint.format in engine.formats

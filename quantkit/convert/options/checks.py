@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from quantkit import algorithms
+from quantkit.convert.options.gguf_request import decided_by_type
 from quantkit.convert.options.options import DEFAULTS, ConvertOptions
 from quantkit.errors import RequestError
 
@@ -60,6 +61,8 @@ def _decided_elsewhere(options: ConvertOptions) -> dict[str, str]:
         decided["bits"] = f"{options.target} chooses the bits"
     if options.kv_budget is not None:
         decided["kv_bits"] = "--kv-budget chooses the bits"
+    if options.format == "gguf":
+        decided |= decided_by_type(options)
     if options.method in algorithms.FOLDING:
         decided["fold"] = f"--method {options.method} always scales channels"
     return decided
@@ -83,10 +86,10 @@ def _without_effect(options: ConvertOptions) -> dict[str, str]:
         useless["fold"] = f"--method {options.method} does not scale channels"
         useless["guided"] = f"--method {options.method} does not weigh tokens"
         useless["gptaq"] = f"--method {options.method} has no targets of its own"
-    if options.method == "smooth":
-        useless["damping"] = "--method smooth rounds without a Hessian"
+    if options.method in ("smooth", "kquant"):
+        useless["damping"] = f"--method {options.method} rounds without a Hessian"
     if not (options.needs_data or options.allocates):
-        why = f"--method {options.method} reads no text"
+        why = f"--method {options.method} reads no text" if options.imatrix is None else "--imatrix has the statistics"
         kept = {"samples"} if options.distil else {"calibration", "samples", "seq_len"}
         drawn = set() if options.draws or options.distil else {"seed", "matmul_precision"}
         useless |= {

@@ -12,6 +12,7 @@ from typing import Any
 from quantkit import algorithms
 from quantkit.calibrate.matmul_precision import MODES
 from quantkit.convert.options.float_schemes import check_scheme
+from quantkit.convert.options.gguf_request import check_gguf, file_sha256, unsaid
 from quantkit.convert.options.kv_request import CacheRequest, request
 from quantkit.convert.options.presets import AUTO, PRESETS, check_preset
 from quantkit.convert.options.rules import parse_rules
@@ -63,6 +64,10 @@ class ConvertOptions:
     # quantkit.convert.options.rules.
     rules: tuple[str, ...] = ()
     format: str = "compressed-tensors"
+    # With format gguf: see convert.gguf.types.
+    gguf_type: str | None = None
+    # A file of llama.cpp's importance matrix, instead of a text: --method kquant.
+    imatrix: str | Path | None = None
     # See core.kvscheme.KVScheme.of.
     kv_bits: int | str = 16
     kv_scales: str = "online"
@@ -123,6 +128,7 @@ class ConvertOptions:
             )
         parse_rules(self.rules, self.base_scheme)
         writer_format(self.format)
+        check_gguf(self)
         if self.scales not in ("search", "minmax"):
             raise RequestError(f"--scales {self.scales}: choose 'search' or 'minmax'.")
         object.__setattr__(self, "kv_bits", self.cache.scheme.label)
@@ -212,6 +218,13 @@ class ConvertOptions:
         return Scheme(self.bits, size, self.symmetric, self.scale_dtype, self.activations)
 
     @property
+    def scheme_words(self) -> str:
+        """What was asked for, for people: a scheme, a size, a GGUF type."""
+        if self.gguf_type is not None:
+            return self.gguf_type.upper()
+        return self.target if self.allocates else self.base_scheme.describe()
+
+    @property
     def method_options(self) -> dict[str, Any]:
         """The options that belong to the method, or were taken out of a preset.
 
@@ -239,7 +252,17 @@ class ConvertOptions:
     def needs_data(self) -> bool:
         """Whether calibration text is read: for the method's statistics, or for the scales of the KV cache."""
         writes = self.distil > 0 and self.calibration == "self"  # windows that the pass after the blocks takes
-        return self.method in algorithms.CALIBRATED or self.cache.wanted or writes
+        return self.calibrated or self.cache.wanted or writes
+
+    @property
+    def informed(self) -> bool:
+        """Whether the method knows how large inputs are: from a text, or from a file."""
+        return self.method in algorithms.CALIBRATED
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the method takes statistics of a text: it does unless a file has them."""
+        return self.method in algorithms.CALIBRATED and self.imatrix is None
 
     @property
     def paired(self) -> bool:
@@ -287,6 +310,10 @@ class ConvertOptions:
             data.pop(key)
         if self.scheme is None:
             data.pop("scheme")
+        for key in unsaid(self):
+            data.pop(key)
+        if self.imatrix is not None:
+            data["imatrix"] = file_sha256(Path(self.imatrix))
         if self.method != "tune":
             data.pop("tune_steps")
         if not self.quantize_mtp:
@@ -296,7 +323,7 @@ class ConvertOptions:
             if not self.distil:
                 data.pop("seq_len")
         for key in ("bits",) if self.allocates else ("target_bpw", "target_size"):
-            data.pop(key)
+            data.pop(key, None)
         return data
 
 

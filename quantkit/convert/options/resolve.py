@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.convert.options.checks import refuse_unknown
 from quantkit.convert.options.float_schemes import apply_scheme
+from quantkit.convert.options.gguf_request import apply_gguf
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.presets import apply_activations, apply_preset, apply_target
 from quantkit.errors import RequestError
@@ -38,6 +39,7 @@ def resolve_options(
     """
     refuse_unknown(typed)
     given = dict(typed)
-    for complete in (lambda options: apply_preset(preset, options), apply_scheme, apply_activations, apply_target):
+    stages = (lambda options: apply_preset(preset, options), apply_scheme, apply_activations, apply_target, apply_gguf)
+    for complete in stages:
         given.update(complete(given))
     return ConvertOptions(source=str(source), out=Path(out), preset=preset, **given)

@@ -32,7 +32,7 @@ def write_beside(
     source: Source,
     folder: Path,
     *,
-    quantization: Mapping[str, Any],
+    quantization: Mapping[str, Any] | None,
     manifest: Mapping[str, Any],
     kv: KVPlan | None = None,
 ) -> None:
@@ -40,25 +40,27 @@ def write_beside(
 
     source: the checkpoint that was converted.
     folder: the output, not yet under its name.
-    quantization: the ``quantization_config`` that engines read.
+    quantization: the ``quantization_config`` that engines read; None beside a GGUF file, which has the tokenizer, too.
     manifest: options, hashes and decisions that made these bytes (quantkit.json).
     kv: the KV-cache plan, None without one.
 
     Raises QuantkitError when the disk is full.
     """
     # without a version older transformers take the tokenizer of a folder made from a GGUF file for a faulty one
-    versioned = {"transformers_version": version("transformers"), **passed_on(source.config)}
-    config = {**versioned, "quantization_config": quantization}
+    config = {"transformers_version": version("transformers"), **passed_on(source.config)}
+    if quantization is not None:
+        config = {**config, "quantization_config": quantization}
     with disk(folder):
         write_json(folder / "config.json", config)
         _write_generation_config(source, folder)
         for path in carried(source)[0]:
             _copy(path, folder / path.name)
-        write_tokenizer(source, folder)
+        if quantization is not None:
+            write_tokenizer(source, folder)
+            for name, content in side_files(quantization).items():
+                write_json(folder / name, content)
         if kv is not None:
             write_kv_plan(folder, kv)
-        for name, content in side_files(quantization).items():
-            write_json(folder / name, content)
         write_json(folder / "quantkit.json", manifest)
 
 

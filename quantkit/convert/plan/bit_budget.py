@@ -21,6 +21,7 @@ from quantkit.convert.options.rules import fused_groups
 from quantkit.convert.plan.mtp_layers import matrices_without_module
 from quantkit.convert.plan.targets import Target, Targets, second_copy
 from quantkit.convert.results import TOKENS, WINDOWS, Unit
+from quantkit.core.blocks import block_kind
 from quantkit.core.host import size_text
 from quantkit.core.kvscheme import SCALE_NAMES, KVPlan, LayerScales
 from quantkit.core.scheme import Scheme
@@ -192,6 +193,8 @@ def plan_bit_budget(
 
 def target_bytes(form: Format, target: Target) -> int:
     """Return the bytes of a quantized weight as the format stores it."""
+    if target.blocks is not None:
+        return target.out_features * block_kind(target.blocks).row_bytes(target.in_features)
     return form.stored_bytes(target.scheme, target.out_features, target.in_features)
 
 

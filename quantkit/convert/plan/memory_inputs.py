@@ -111,9 +111,9 @@ def count_sizes(
         seq_len=options.seq_len,
         plain_bytes=plain_bytes(weights, plain, split),
         packed_bytes=packed,
-        packed_model=packed_model(
-            infos, packed, [t.out_features * t.in_features for t in targets.values()], vocabulary
-        ),
+        packed_model=whole_model(weights)
+        if options.gguf_type is not None
+        else packed_model(infos, packed, [t.out_features * t.in_features for t in targets.values()], vocabulary),
         kernels=kernel_bytes(),
         calibrated=windows is not None,
         correlations=options.correlations,
@@ -198,6 +198,12 @@ def whole_bytes(weights: Weights, options: ConvertOptions) -> int:
     """Return the bytes that ``--calibration self`` holds while the model writes its text."""
     count = sum(p.numel() for name, p in weights.parameters.items() if name not in weights.tied)
     return self_calibration.model_and_cache_bytes(text_config(weights.model), count, options)
+
+
+def whole_model(weights: Weights) -> int:
+    """Return the bytes of a GGUF file's model in memory, dequantized: float32, and a matrix as it is read."""
+    counts = [p.numel() for name, p in weights.parameters.items() if name not in weights.tied]
+    return 4 * sum(counts) + 8 * max(counts)
 
 
 def packed_model(infos: Sequence[TensorInfo], packed: int, weights: Sequence[int], vocabulary: int) -> int:

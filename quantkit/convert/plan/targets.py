@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from quantkit.convert.gguf.names import gguf_chooser, gguf_notes
+from quantkit.convert.gguf.types import FLOATS, alike
+from quantkit.convert.gguf.weighing import check_importance
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
 from quantkit.convert.plan.mtp_layers import mtp_linears
@@ -39,6 +43,8 @@ class Target:
     name: its module name in the checkpoint.
     parameter: its parameter name in the skeleton.
     kind: "linear", "mtp" (a linear that no block of the skeleton holds) or one of ``HEAD_EMBEDDINGS``.
+    blocks: the block format of a GGUF file (``core.blocks``), None for integer codes; ``scheme`` is then one like it.
+    fallback: why it is another format than the mix has, None if it is not.
     """
 
     name: str
@@ -47,6 +53,13 @@ class Target:
     in_features: int
     scheme: Scheme
     kind: str = "linear"
+    blocks: str | None = None
+    fallback: str | None = None
+
+    @property
+    def words(self) -> str:
+        """How it is rounded, for people."""
+        return self.blocks or self.scheme.describe()
 
 
 @dataclass
@@ -80,6 +93,8 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
 
     Raises RequestError for a rule that cannot be (syntax, no match), and if nothing is left to quantize.
     """
+    if options.gguf_type is not None:
+        return _block_formats(options, options.gguf_type, blocks, weights)
     names = block_targets(blocks, weights)
     mtp = mtp_linears(weights, blocks) if options.quantize_mtp else {}
     matrices = _find_head_embeddings(weights)
@@ -118,6 +133,33 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
     else:
         _say_adapted(options, form, adapted, targets)
         _say_split(form, choice.schemes, targets)
+    return targets
+
+
+def _block_formats(options: ConvertOptions, mix: str, blocks: Blocks, weights: Weights) -> Targets:
+    """Choose the block format of every matrix for a GGUF file; those that stay floating point are no targets."""
+    wanted = [
+        (module, stored, tuple(linear.weight.shape), "linear")
+        for module, (stored, linear) in block_targets(blocks, weights).items()
+    ]
+    wanted += [(m.module, m.stored, tuple(m.owner.weight.shape), m.kind) for m in _find_head_embeddings(weights)]
+    choose = gguf_chooser(mix, weights, [stored for _, stored, *_ in wanted], informed=options.informed)
+    targets = Targets(warnings=gguf_notes(weights.model))
+    for module, stored, shape, kind in wanted:
+        chosen = choose(stored, shape)
+        if chosen.kind in FLOATS:
+            targets.kept.append(stored)
+            if chosen.fallback:
+                targets.warnings.append(f"{stored}: {chosen.fallback}")
+            continue
+        rows, width = shape
+        scheme = alike(chosen.kind)
+        targets.chosen[module] = Target(
+            stored, f"{module}.weight", rows, width, scheme, kind, chosen.kind, chosen.fallback
+        )
+    if options.imatrix is not None:
+        linears = [(target.name, target.in_features) for target in targets.chosen.values() if target.kind == "linear"]
+        targets.warnings += check_importance(Path(options.imatrix), weights, linears)
     return targets
 
 

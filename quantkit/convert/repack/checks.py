@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.source import Source
 from quantkit.convert.options.options import DEFAULTS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
@@ -97,3 +98,12 @@ def _stored_words(name: str, stored: set[Any]) -> str:
         return "a method that its folder does not tell"
     what = {"bits": "{} bits", "group_size": "groups of {}", "kv_bits": "a KV cache of {} bits"}.get(name, "{}")
     return what.format(" and ".join("a whole channel" if value is None else str(value) for value in values))
+
+
+def refuse_gguf(source: Source, requested: Mapping[str, Any]) -> None:
+    """Raise RequestError if a quantized source should become a GGUF file."""
+    if source.quantization() is not None and requested.get("format") == "gguf":
+        raise RequestError(
+            f"{source.path}: is quantized already, and repacking integer codes into a GGUF file has not landed. Give"
+            " the 16-bit original with --format gguf."
+        )

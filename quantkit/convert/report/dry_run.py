@@ -62,7 +62,7 @@ def _request_lines(plan: Plan) -> list[str]:
         ),
         (
             f"  method    {method_words(options.method, options.method_options, options.preset)},"
-            f" {options.target if options.allocates else options.base_scheme.describe()}, scales by {options.scales};"
+            f" {options.scheme_words}, scales by {options.scales};"
             f" format {options.format}{cache}"
         ),
     ]
@@ -110,7 +110,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "products": plan.matmul_precision,
         "allocation": None if plan.budget is None else plan.budget.to_json(),
         "layers": [{"name": t.name, "shape": [t.out_features, t.in_features],
-        "scheme": None if name in free else t.scheme.describe()} for name, t in plan.targets.items()],
+        "scheme": None if name in free else t.words} for name, t in plan.targets.items()],
         "engines": [verdict.to_json() for verdict in _verdicts(plan)] if plan.budget is None else [],
         "warnings": list(plan.warnings),
         "problems": list(plan.problems),
@@ -159,6 +159,6 @@ def _schemes(plan: Plan) -> dict[tuple[str, str], list[str]]:
     names: dict[tuple[str, str], list[str]] = {}
     free = _free(plan)
     for module, target in plan.targets.items():
-        scheme = "to be chosen" if module in free else target.scheme.describe()
+        scheme = "to be chosen" if module in free else target.words
         names.setdefault((f"{target.out_features}x{target.in_features}", scheme), []).append(target.name)
     return names

@@ -20,6 +20,7 @@ from quantkit.checkpoint.source import all_finite
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decision_sha256
+from quantkit.convert.stages.gguf_blocks import Weighing, round_block
 from quantkit.convert.stages.tune import TuneInputs, tune_block
 from quantkit.core import affine
 from quantkit.core.interrupt import raise_if_interrupted
@@ -29,6 +30,7 @@ from quantkit.core.rounding.numbers import LARGEST_E2M1, LARGEST_E4M3
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
 from quantkit.formats.interface import Format
+from quantkit.model.skeleton import block_linears
 
 # Numbers of linears and Hessians that are solved in step: more are solved one after another.
 TOGETHER = 1 << 20
@@ -43,12 +45,14 @@ class Solver:
 
     targets: weights to quantize, by module name of the skeleton.
     loops: the kernel of GPTQ's loop over columns.
+    weighing: importance from a file, for the block formats of GGUF.
     """
 
     options: ConvertOptions
     format: Format
     targets: Mapping[str, Target]
     loops: Loops
+    weighing: Weighing | None = None
 
 
 @dataclass
@@ -85,6 +89,11 @@ def quantize_block(
 
     Raises NumericsError if a weight cannot be quantized to finite numbers.
     """
+    if solver.options.gguf_type is not None:
+        named = [(name, solver.targets.get(f"{prefix}.{name}")) for name in block_linears(block)]
+        mine = [(name, target) for name, target in named if target is not None]
+        round_block(solver.options, solver.loops, mine, block, groups, result, solver.weighing)
+        return
     solved: Iterable[_Solved] = _solve_groups(solver, prefix, block, groups, result)
     if tune_inputs is not None:
         solved = _learn(solver, prefix, block, list(solved), tune_inputs, result)

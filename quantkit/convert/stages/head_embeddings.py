@@ -15,6 +15,7 @@ from quantkit.checkpoint.source import finite
 from quantkit.convert.plan.memory import CHUNK
 from quantkit.convert.plan.targets import Target, second_copy
 from quantkit.convert.results import BlockResult, LayerReport, decision_sha256
+from quantkit.convert.stages.gguf_blocks import round_matrix
 from quantkit.core.affine import SMALLEST_SCALE
 from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import NumericsError, SourceError
@@ -36,6 +37,12 @@ def quantize_head_or_embedding(
 
     Raises NumericsError for NaN or overflow, SourceError if a tied matrix is stored twice with different values.
     """
+    if target.blocks is not None:
+        name = weights.stored(target.parameter)
+        stored = finite(weights.source.read(name), weights.source.path, name)
+        _require_one_matrix(target, weights, stored)
+        round_matrix(target, stored, result, device)
+        return
     q, error = _round(target, weights, device, scales)
     result.digests[target.name] = decision_sha256(q)
     result.parts.update({f"{target.name}.{part}": value for part, value in format.encode(q).items()})
@@ -60,12 +67,7 @@ def _round(target: Target, weights: Weights, device: torch.device, scales: Scale
     """Return the quantized weight and its relative error."""
     name = weights.stored(target.parameter)
     stored = weights.source.read(name)
-    twin = second_copy(weights, target)
-    if twin is not None and not torch.equal(weights.source.read(twin), stored):
-        raise SourceError(
-            f"{weights.source.path}: config.json ties {twin!r} to {name!r}, but the file stores two different"
-            ' matrices. Set "tie_word_embeddings": false in config.json; then give each its own rule.'
-        )
+    _require_one_matrix(target, weights, stored)
     scheme, groups = target.scheme, target.scheme.groups(target.in_features)
     codes = torch.empty(stored.shape, dtype=torch.uint8)
     steps = torch.empty(target.out_features, groups, dtype=scheme.torch_scale_dtype)
@@ -83,6 +85,16 @@ def _round(target: Target, weights: Weights, device: torch.device, scales: Scale
         lost += float((q.dequantize() - weight).square().sum(dtype=torch.float64))
         energy += float(weight.square().sum(dtype=torch.float64))
     return QuantTensor(codes, steps, zeros, scheme), (lost / max(energy, 1e-30)) ** 0.5
+
+
+def _require_one_matrix(target: Target, weights: Weights, stored: Tensor) -> None:
+    """Raise SourceError if a tied matrix is stored a second time, with other values."""
+    twin, name = second_copy(weights, target), weights.stored(target.parameter)
+    if twin is not None and not torch.equal(weights.source.read(twin), stored):
+        raise SourceError(
+            f"{weights.source.path}: config.json ties {twin!r} to {name!r}, but the file stores two different"
+            ' matrices. Set "tie_word_embeddings": false in config.json; then give each its own rule.'
+        )
 
 
 def _chunk(target: Target, weight: Tensor, scales: Scales) -> QuantTensor:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.core.limited_child import LimitedChild, Stopped
+from quantkit.core.limited.child import LimitedChild, Stopped
 from quantkit.errors import RequestError, SourceError
 
 TASK = Path(__file__).with_name("chat_template_task.py")

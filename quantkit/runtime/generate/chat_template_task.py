@@ -1,4 +1,4 @@
-"""Renders a chat template, in a child process that imports jinja2 only (``core/limited_worker.py``).
+"""Renders a chat template, in a child process that imports jinja2 only (``core/limited/worker.py``).
 
 What a template may use is what transformers 5.17 offers it (``utils/chat_template_utils.py``): the sandbox, ``tojson``,
 ``raise_exception``, ``strftime_now``, loop controls, ``{% generation %}``, and namespaces without private names.

@@ -16,8 +16,8 @@ PACKAGE = ROOT / "quantkit"
 # From low to high: a room imports from the rooms before it. A module that lies directly in the folder is a room.
 ORDER = {
     "convert": [
-        "progress", "results", "options", "plan", "engines", "output",
-        "job", "stages", "report", "repack", "run", "api",
+        "progress", "results", "gguf", "options", "plan", "engines", "output",
+        "job", "stages", "report", "repack", "run", "imatrix", "api",
     ],
     "runtime": [
         "kernels", "kv_cache", "layers", "decode", "generate", "images", "requests", "model", "load", "path_words",

@@ -1,6 +1,6 @@
-"""The child's side of ``limited_child.py``: answers requests with one task, within limits on memory and time.
+"""The child's side of ``child.py``: answers requests with one task, within limits on memory and time.
 
-Run as ``python -I -S limited_worker.py TASK MEMORY SECONDS FOLDER...``. It imports nothing of quantkit: a task loads
+Run as ``python -I -S worker.py TASK MEMORY SECONDS FOLDER...``. It imports nothing of quantkit: a task loads
 the one library that it needs, from the folders that it is given.
 
 A message is 8 bytes of length, little-endian, and that many bytes of JSON, in either direction.

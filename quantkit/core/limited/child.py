@@ -22,7 +22,7 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 
-WORKER = Path(__file__).with_name("limited_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 # Of the clock, for one second of processor time: a busy machine must not fail what is only waiting for its turn.
 PATIENCE = 10
 

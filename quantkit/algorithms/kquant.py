@@ -1,0 +1,439 @@
+"""Search for scales, minima and codes of ggml's block formats (``core.blocks``), weighted by importance.
+
+llama.cpp tries a row of ranges for every 16 or 32 weights, fits scale and minimum to each by least squares, then rounds
+scales and minima to 4 or 6 bits and stays there (ggml-quants.c: make_qkx3_quants, make_qp_quants). Here the last step
+is searched, too: with the integers chosen, d and dmin are fitted once more over the whole block of 256 and rounded to
+float16, codes follow, and each integer then tries its neighbours with the codes that go with them. All of that keeps
+whatever has the smaller weighted squared error, block by block, so that no step makes it worse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.gptq import ColumnLoop, GPTQOptions, factorise, round_columns
+from quantkit.core.blocks import BlockCodes, BlockKind, combined
+from quantkit.core.interrupt import raise_if_interrupted
+
+RANGES = 20  # tried for each stretch of weights that shares a scale
+SMALLEST_RANGE = 0.55  # of the whole range: below it too much is cut off, at 2 bits even less is never best
+REFITS = 3  # of codes to a scale, and of the scale to codes, in turn
+SWEEPS = 2  # over d, dmin and the neighbours of the integers
+PIECE = 1 << 18  # weights at a time: temporaries of 1 MB stay in the processor's cache
+LEAST_SHARE = 1e-4  # of the mean importance that every input keeps: a block of unused inputs still gets a scale
+TINY = 1e-30  # below every weight: a divisor that is never zero
+
+
+def kquant(weight: Tensor, kind: BlockKind, importance: Tensor | None = None) -> BlockCodes:
+    """Round a weight to the nearest codes of searched scales.
+
+    weight: float ``[out, in]``; ``in`` is a multiple of ``kind.width``.
+    importance: not negative, ``[in]``: the mean square of each input, say; None: all count the same.
+    Returns codes, scales and minima on the weight's device.
+    """
+    gain = weighting(importance, weight)
+    step = max(1, PIECE // weight.shape[1])
+    parts = []
+    for rows in weight.split(step):
+        raise_if_interrupted()
+        parts.append(_solve(rows.float().contiguous(), gain.expand(len(rows), -1), kind))
+    return joined(parts)
+
+
+def weighting(importance: Tensor | None, weight: Tensor) -> Tensor:
+    """Return importance as float32 ``[1, in]`` of mean 1, none of it below ``LEAST_SHARE``."""
+    if importance is None:
+        return weight.new_ones((1, weight.shape[1]), dtype=torch.float32)
+    gain = importance.float().reshape(1, -1)
+    mean = gain.mean()
+    return torch.ones_like(gain) if not float(mean) > 0 else (gain / mean).clamp(min=LEAST_SHARE)
+
+
+def joined(parts: list[BlockCodes], dim: int = 0) -> BlockCodes:
+    """Put weights below each other (dim 0), or side by side (dim 1)."""
+    return combined(parts, lambda *values: torch.cat(values, dim=dim))
+
+
+def _solve(weight: Tensor, gain: Tensor, kind: BlockKind) -> BlockCodes:
+    """Choose everything for some rows. weight, gain: float32 ``[rows, in]``."""
+    x, w = (t.reshape(-1, kind.sub) for t in (weight, gain))
+    if kind.exponent:
+        return _powers(x, w, kind, len(weight))
+    found = _ranged(x, w, kind) if kind.minima else _centred(x, w, kind)
+    if kind.scale_bits:
+        return _integers(found, x, w, kind, len(weight))
+    d, low = found.step.half(), None if found.low is None else (-found.low).half()
+    codes = nearest(x, d.float()[:, None], None if low is None else -low.float()[:, None], kind)
+    rows = len(weight)
+    return BlockCodes(
+        kind, codes.reshape(rows, -1), d.reshape(rows, -1), None, None if low is None else low.reshape(rows, -1)
+    )
+
+
+@dataclass
+class _Found:
+    """Scale, minimum and error of every stretch: float32 ``[stretches]``; low is None for kinds without minima."""
+
+    step: Tensor
+    low: Tensor | None
+    error: Tensor
+
+    def take(self, better: Tensor, other: _Found) -> None:
+        """Take another's values where they are better."""
+        self.step = torch.where(better, other.step, self.step)
+        self.error = torch.where(better, other.error, self.error)
+        if self.low is not None and other.low is not None:
+            self.low = torch.where(better, other.low, self.low)
+
+
+def nearest(x: Tensor, step: Tensor, low: Tensor | None, kind: BlockKind) -> Tensor:
+    """Return the nearest codes, uint8.
+
+    x: float32. step, low: as it broadcasts; a step of 0 leaves no choice.
+    """
+    scaled = (x if low is None else x + low) / torch.where(step == 0, 1.0, step)
+    if kind.table is not None:
+        return _nearest_in_table(scaled, kind.table)
+    return torch.round(scaled + kind.offset).clamp_(0, kind.top).to(torch.uint8)
+
+
+def _nearest_in_table(scaled: Tensor, table: tuple[int, ...]) -> Tensor:
+    values = torch.tensor(table, dtype=torch.float32, device=scaled.device)
+    ordered, order = torch.sort(values, stable=True)
+    middles = (ordered[1:] + ordered[:-1]) / 2
+    return order[torch.bucketize(scaled, middles)].to(torch.uint8)
+
+
+def levels(codes: Tensor, kind: BlockKind) -> Tensor:
+    """Return what codes are multiplied with, float32."""
+    if kind.table is not None:
+        return torch.tensor(kind.table, dtype=torch.float32, device=codes.device)[codes.long()]
+    return codes.float() - kind.offset
+
+
+def _error(x: Tensor, w: Tensor, step: Tensor, low: Tensor | None, kind: BlockKind) -> tuple[Tensor, Tensor]:
+    """Return the weighted squared error of each stretch, and the levels of its nearest codes."""
+    q = levels(nearest(x, step[:, None], None if low is None else low[:, None], kind), kind)
+    lost = x - step[:, None] * q
+    if low is not None:
+        lost = lost + low[:, None]
+    return (lost.square_() * w).sum(-1), q
+
+
+def _ranged(x: Tensor, w: Tensor, kind: BlockKind) -> _Found:
+    """Search scale and minimum of kinds with minima: ranges shrunk at both ends or at one, each fitted to its codes."""
+    lowest, highest = x.amin(-1), x.amax(-1)
+    if kind.scale_bits:
+        lowest = lowest.clamp(max=0)  # what is subtracted is a product of numbers that are not negative
+    best: _Found | None = None
+    for share in _shares(RANGES):
+        for left, right in ((share, share), (1.0, share), (share, 1.0)) if share < 1 else ((1.0, 1.0),):
+            step, low = (highest * right - lowest * left) / kind.top, -lowest * left
+            found = _refit(x, w, step.clamp(min=0), low, kind, 1)
+            if best is None:
+                best = found
+            else:
+                best.take(found.error < best.error, found)
+    assert best is not None
+    again = _refit(x, w, best.step, best.low, kind, REFITS)
+    best.take(again.error < best.error, again)
+    return best
+
+
+def _centred(x: Tensor, w: Tensor, kind: BlockKind) -> _Found:
+    """Search the scale of kinds without minima; it may be negative, for codes reach further on one side."""
+    largest = x.abs().amax(-1)
+    sign = torch.where(x.amax(-1) >= -x.amin(-1), 1.0, -1.0)
+    ends = (min(kind.table), max(kind.table)) if kind.table else (-kind.offset, kind.top - kind.offset)
+    best: _Found | None = None
+    shares = _shares(RANGES // 2 if kind.bits < 8 else 4)
+    for end in ends:
+        for share in shares:
+            found = _refit(x, w, sign * largest * share / end, None, kind, 1)
+            if best is None:
+                best = found
+            else:
+                best.take(found.error < best.error, found)
+    assert best is not None
+    again = _refit(x, w, best.step, None, kind, REFITS)
+    best.take(again.error < best.error, again)
+    return best
+
+
+def _shares(count: int) -> list[float]:
+    return [1 - (1 - SMALLEST_RANGE) * i / (count - 1) for i in range(count)]
+
+
+def _refit(x: Tensor, w: Tensor, step: Tensor, low: Tensor | None, kind: BlockKind, times: int) -> _Found:
+    """Fit scale and minimum to the nearest codes by weighted least squares, and the codes to them, in turn."""
+    error, q = _error(x, w, step, low, kind)
+    best = _Found(step, low, error)
+    for _ in range(times):
+        step, low = _least_squares(x, w, q, kind) if low is not None else (_one_scale(x, w, q), None)
+        error, q = _error(x, w, step, low, kind)
+        found = _Found(step, low, error)
+        best.take(error < best.error, found)
+    return best
+
+
+def _one_scale(x: Tensor, w: Tensor, q: Tensor) -> Tensor:
+    return (w * x * q).sum(-1) / (w * q * q).sum(-1).clamp(min=TINY)
+
+
+def _least_squares(x: Tensor, w: Tensor, q: Tensor, kind: BlockKind) -> tuple[Tensor, Tensor]:
+    """Return the step and the minimum that fit ``step * q - low`` to x best; not below 0 in blocks of 256."""
+    weighted = w * q
+    total, first, second = w.sum(-1), weighted.sum(-1), (weighted * q).sum(-1)
+    mean, product = (w * x).sum(-1), (weighted * x).sum(-1)
+    divisor = total * second - first * first
+    step = torch.where(divisor > TINY, (total * product - first * mean) / divisor.clamp(min=TINY), 0.0)
+    low = torch.where(divisor > TINY, (first * product - second * mean) / divisor.clamp(min=TINY), -mean / total)
+    if not kind.scale_bits:
+        return step, low
+    alone = product / second.clamp(min=TINY)
+    step = torch.where(low < 0, alone, step)
+    return step.clamp(min=0), low.clamp(min=0)
+
+
+def _powers(x: Tensor, w: Tensor, kind: BlockKind, rows: int) -> BlockCodes:
+    """Choose the power of two of each block among the three that can be best."""
+    assert kind.table is not None
+    base = torch.floor(torch.log2(x.abs().amax(-1).clamp(min=TINY) / max(kind.table)))
+    best: tuple[Tensor, Tensor] | None = None
+    for shift in (0, 1, -1):
+        power = (base + shift).clamp(-126, 125)
+        error, _ = _error(x, w, torch.exp2(power), None, kind)
+        if best is None:
+            best = power, error
+        else:
+            better = error < best[1]
+            best = torch.where(better, power, best[0]), torch.where(better, error, best[1])
+    assert best is not None
+    codes = nearest(x, torch.exp2(best[0])[:, None], None, kind)
+    return BlockCodes(kind, codes.reshape(rows, -1), (best[0] + 128).to(torch.uint8).reshape(rows, -1))
+
+
+@dataclass
+class _Block:
+    """Blocks of 256 whose scales are integers, in the middle of the search.
+
+    d, dmin: float32 ``[blocks]``, already rounded to float16. scales, minima: float32 ``[blocks, stretches]``.
+    """
+
+    d: Tensor
+    scales: Tensor
+    dmin: Tensor | None
+    minima: Tensor | None
+
+    def step(self) -> Tensor:
+        return (self.d[:, None] * self.scales).flatten()
+
+    def low(self) -> Tensor | None:
+        return None if self.dmin is None or self.minima is None else (self.dmin[:, None] * self.minima).flatten()
+
+
+def _integers(found: _Found, x: Tensor, w: Tensor, kind: BlockKind, rows: int) -> BlockCodes:
+    """Round scales and minima of stretches to integers times d and dmin of their block."""
+    per = kind.width // kind.sub
+    wide = found.step.reshape(-1, per)
+    _, q = _error(x, w, found.step, found.low, kind)
+    heavy = (w * q * q).sum(-1).reshape(-1, per)
+    d, scales = _rounded(wide, heavy, kind.scale_range)
+    if found.low is None:
+        block = _Block(d, scales, None, None)
+    else:
+        dmin, minima = _rounded(found.low.reshape(-1, per), w.sum(-1).reshape(-1, per), kind.scale_range)
+        block = _Block(d, scales, dmin, minima)
+    for _ in range(SWEEPS):
+        block = _better(block, _fit_factors(block, x, w, kind), x, w, kind)
+        block = _neighbours(block, x, w, kind)
+    block = _better(block, _fit_factors(block, x, w, kind), x, w, kind)
+    low = block.low()
+    codes = nearest(x, block.step()[:, None], None if low is None else low[:, None], kind)
+    ints = [None if t is None else t.to(torch.int16).reshape(rows, -1) for t in (block.scales, block.minima)]
+    dmin16 = None if block.dmin is None else block.dmin.half().reshape(rows, -1)
+    return BlockCodes(kind, codes.reshape(rows, -1), block.d.half().reshape(rows, -1), ints[0], dmin16, ints[1])
+
+
+def _rounded(values: Tensor, heavy: Tensor, bounds: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the factor, float32 values of float16, and the integers whose product is nearest to ``values``.
+
+    values, heavy: float32 ``[blocks, stretches]``; errors count as ``heavy`` says. bounds: of the integers.
+    """
+    lowest, highest = bounds
+    at = values.abs().argmax(-1, keepdim=True)
+    extreme = values.gather(-1, at)[:, 0]
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for end in (highest,) if lowest == 0 else (lowest, highest):
+        for shrink in range(8):
+            d = (extreme / (end * (1 - shrink / 32))).half().float()
+            ints = torch.round(values / torch.where(d == 0, 1.0, d)[:, None]).clamp(lowest, highest)
+            error = ((values - d[:, None] * ints).square() * heavy).sum(-1)
+            if best is None:
+                best = d, ints, error
+            else:
+                better = error < best[2]
+                best = (
+                    torch.where(better, d, best[0]), torch.where(better[:, None], ints, best[1]),
+                    torch.where(better, error, best[2]),
+                )  # fmt: skip
+    assert best is not None
+    return best[0], best[1]
+
+
+def _block_error(block: _Block, x: Tensor, w: Tensor, kind: BlockKind) -> Tensor:
+    """Return the error of each stretch: float32 ``[blocks, stretches]``."""
+    error, _ = _error(x, w, block.step(), block.low(), kind)
+    return error.reshape(len(block.d), -1)
+
+
+def _better(block: _Block, other: _Block, x: Tensor, w: Tensor, kind: BlockKind) -> _Block:
+    """Return the better of two, block by block."""
+    wins = _block_error(other, x, w, kind).sum(-1) < _block_error(block, x, w, kind).sum(-1)
+
+    def pick(new: Tensor | None, old: Tensor | None) -> Tensor | None:
+        return None if new is None or old is None else torch.where(wins if new.dim() == 1 else wins[:, None], new, old)
+
+    d, scales = pick(other.d, block.d), pick(other.scales, block.scales)
+    assert d is not None
+    assert scales is not None
+    return _Block(d, scales, pick(other.dmin, block.dmin), pick(other.minima, block.minima))
+
+
+def _fit_factors(block: _Block, x: Tensor, w: Tensor, kind: BlockKind) -> _Block:
+    """Fit d and dmin to codes and integers by weighted least squares over the whole block."""
+    _, q = _error(x, w, block.step(), block.low(), kind)
+    a = (block.scales.flatten()[:, None] * q).reshape(len(block.d), -1)
+    wide, heavy = x.reshape(len(block.d), -1), w.reshape(len(block.d), -1)
+    aa, ax = (heavy * a * a).sum(-1), (heavy * a * wide).sum(-1)
+    if block.minima is None:
+        d = torch.where(aa > TINY, ax / aa.clamp(min=TINY), block.d)
+        return _Block(d.half().float(), block.scales, None, None)
+    assert block.dmin is not None
+    b = block.minima.repeat_interleave(kind.sub, dim=1)
+    ab, bb, bx = (heavy * a * b).sum(-1), (heavy * b * b).sum(-1), (heavy * b * wide).sum(-1)
+    divisor = aa * bb - ab * ab
+    sound = divisor > 1e-6 * aa * bb  # else one of the two says nothing of its own
+    safe = torch.where(sound, divisor, 1.0)
+    d = torch.where(sound, (bb * ax - ab * bx) / safe, block.d)
+    dmin = torch.where(sound, (ab * ax - aa * bx) / safe, block.dmin)
+    return _Block(d.half().float(), block.scales, dmin.half().float(), block.minima)
+
+
+def _neighbours(block: _Block, x: Tensor, w: Tensor, kind: BlockKind) -> _Block:
+    """Let every integer try its neighbours, each with the codes that go with it."""
+    lowest, highest = kind.scale_range
+    best = _Block(block.d, block.scales, block.dmin, block.minima)
+    error = _block_error(best, x, w, kind)
+    moves: list[tuple[int, int]] = [(1, 0), (-1, 0)]
+    if block.minima is not None:
+        moves += [(0, 1), (0, -1), (1, 1), (-1, -1), (1, -1), (-1, 1)]
+    for up, down in moves:
+        scales = (block.scales + up).clamp(lowest, highest)
+        minima = None if block.minima is None else (block.minima + down).clamp(lowest, highest)
+        tried = _block_error(_Block(block.d, scales, block.dmin, minima), x, w, kind)
+        better = tried < error
+        best.scales = torch.where(better, scales, best.scales)
+        if minima is not None and best.minima is not None:
+            best.minima = torch.where(better, minima, best.minima)
+        error = torch.where(better, tried, error)
+    return best
+
+
+def kquant_feedback(
+    weight: Tensor, hessian: Tensor, kind: BlockKind, damping: float = 0.01, columns: ColumnLoop | None = None
+) -> tuple[BlockCodes, float | None]:
+    """Round a weight as GPTQ does: each column's error is made up for by those not yet rounded.
+
+    Scales of a block are searched when its first column is reached, from the weights as they stand then, with the loss
+    that the loop itself will pay. Rows in which simple rounding loses less (it happens to outlying ones) take that.
+
+    weight: float ``[out, in]``; ``in`` is a multiple of ``kind.width``.
+    hessian: ``[in, in]``, the mean of x xᵀ.
+    damping: share of the mean diagonal that is added to the Hessian's.
+    columns: a kernel that does what ``gptq.round_columns`` does.
+
+    Returns the weight, and the damping that was needed; None if the Hessian could not be factorised at all: the weight
+    is then only searched.
+    """
+    diagonal = hessian.diagonal().double()
+    dead = diagonal <= 0
+    known = diagonal[~dead].mean() if bool((~dead).any()) else diagonal.new_ones(())
+    importance = torch.where(dead, known, diagonal)
+    simple = kquant(weight, kind, importance)
+    order = _visits(importance, kind)
+    upper, used = factorise(hessian, dead, importance, order, GPTQOptions(damping=damping))
+    if upper is None:
+        return simple, None
+    found = _feedback(weight.float(), upper.float(), order, kind, columns or round_columns)
+    return _better_rows(weight.float(), found, simple, hessian.float()), used
+
+
+def _visits(importance: Tensor, kind: BlockKind) -> Tensor:
+    """Return columns as they are visited: blocks by their largest importance, inside them by falling importance."""
+    parts = importance.reshape(-1, kind.width)
+    inside = torch.argsort(parts, dim=1, descending=True, stable=True)
+    blocks = torch.argsort(parts.amax(-1), descending=True, stable=True)
+    return (inside + torch.arange(len(parts), device=parts.device)[:, None] * kind.width)[blocks].flatten()
+
+
+def _feedback(weight: Tensor, upper: Tensor, order: Tensor, kind: BlockKind, columns: ColumnLoop) -> BlockCodes:
+    """Round block after block. upper: Uᵀ U the Hessian's inverse, columns in ``order``."""
+    rest, width = weight.t()[order].contiguous(), kind.width
+    cost = upper.diagonal().square().reciprocal()
+    done: dict[int, BlockCodes] = {}
+    for begin in range(0, len(order), width):
+        raise_if_interrupted()
+        stop = begin + width
+        inside = order[begin:stop] % width
+        back = torch.argsort(inside)
+        block = kquant(rest[begin:stop][back].t(), kind, cost[begin:stop][back])
+        part = upper[begin:stop, begin:stop]
+        if kind.table is None:
+            step, offset = (values[inside] for values in _line(block))
+            codes, errors = columns(rest[begin:stop], part, step, offset, kind.top)
+        else:
+            steps = block.steps().repeat_interleave(kind.sub, dim=1).t()[inside]
+            codes, errors = _table_columns(rest[begin:stop], part, steps, kind)
+        if stop < len(order):
+            rest[stop:].addmm_(upper[begin:stop, stop:].t(), errors, alpha=-1)
+        codes = codes[back].t().contiguous()
+        done[int(order[begin]) // width] = BlockCodes(kind, codes, block.d, block.scales, block.dmin, block.minima)
+    return joined([done[index] for index in sorted(done)], dim=1)
+
+
+NO_STEP = 1e-20  # stands for a step of 0: every code then means the same number, up to rounding
+
+
+def _line(block: BlockCodes) -> tuple[Tensor, Tensor]:
+    """Return step and offset of every column, ``[in, out]``: the value of a code is ``(code - offset) * step``."""
+    steps, lows = block.steps(), block.lows()
+    steps = torch.where(steps == 0, NO_STEP, steps)
+    offsets = torch.full_like(steps, float(block.kind.offset)) if lows is None else lows / steps
+    step, offset = (t.repeat_interleave(block.kind.sub, dim=1).t().contiguous() for t in (steps, offsets))
+    return step, offset
+
+
+def _table_columns(rest: Tensor, upper: Tensor, steps: Tensor, kind: BlockKind) -> tuple[Tensor, Tensor]:
+    """Round columns as ``gptq.round_columns`` does, to the entries of a table."""
+    codes, errors = torch.empty(rest.shape, dtype=torch.uint8, device=rest.device), torch.empty_like(rest)
+    for j, column in enumerate(rest):
+        codes[j] = nearest(column, steps[j], None, kind)
+        errors[j] = (column - levels(codes[j], kind) * steps[j]) / upper[j, j]
+        if j + 1 < len(rest):
+            rest[j + 1 :] -= torch.outer(upper[j, j + 1 :], errors[j])
+    return codes, errors
+
+
+def _better_rows(weight: Tensor, found: BlockCodes, simple: BlockCodes, h: Tensor) -> BlockCodes:
+    """Return ``found``, but ``simple`` in the rows where that loses less."""
+
+    def losses(blocks: BlockCodes) -> Tensor:
+        lost = weight - blocks.dequantize()
+        return ((lost @ h) * lost).sum(-1)
+
+    rows = (losses(simple) < losses(found))[:, None]
+    return combined([simple, found], lambda other, mine: torch.where(rows, other, mine))

@@ -1,0 +1,155 @@
+"""A model written as one GGUF file: what is in it reads back as the model that was converted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from click.testing import CliRunner
+
+import quantkit
+from quantkit.checkpoint import tokenizer
+from quantkit.checkpoint.gguf_files.header import read_header
+from quantkit.checkpoint.gguf_files.imatrix import read_imatrix
+from quantkit.checkpoint.gguf_files.source import GGUFSource
+from quantkit.checkpoint.gguf_files.vocabulary import rebuild
+from quantkit.checkpoint.source import FolderSource
+from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.cli.main import cli
+from quantkit.errors import RequestError, UnsupportedModel
+
+
+def convert(model: Path, out: Path, mix: str, **options: Any) -> Any:
+    given = {"method": "rtn"} if "imatrix" not in options and mix not in ("f16", "f32", "bf16") else {}
+    return quantkit.convert(model, out, format="gguf", gguf_type=mix, **{**given, **options})
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.gguf")
+    return path
+
+
+def text_options(text: Path) -> dict[str, Any]:
+    return {"calibration": str(text), "samples": 8, "seq_len": 32}
+
+
+def test_sixteen_bits_read_back_exactly(tiny_model: Path, tmp_path: Path) -> None:
+    convert(tiny_model, tmp_path / "out", "f16")
+    path = only_file(tmp_path / "out")
+    assert path.name == "model-F16.gguf"
+    original, written = FolderSource(tiny_model), GGUFSource(path)
+    assert set(written.names()) == set(original.names())
+    for name in original.names():  # rows of q and k among them, which llama.cpp rotates in another order
+        assert torch.equal(written.read(name), original.read(name)), name
+    for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size"):
+        assert written.config[key] == original.config[key], key
+    assert written.config["tie_word_embeddings"] is True
+
+
+def test_the_folder_has_one_file_of_weights_and_no_tokenizer_beside_it(tiny_model: Path, tmp_path: Path) -> None:
+    report = convert(tiny_model, tmp_path / "out", "q8_0")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"model-Q8_0.gguf", "config.json", "generation_config.json", "quantkit.json"}
+    assert report.output_bytes == only_file(tmp_path / "out").stat().st_size
+    assert report.sample is not None
+    assert [verdict.engine for verdict in report.engines if verdict.loads] == ["quantkit", "llama.cpp"]
+
+
+def test_tokenizer_and_chat_template_are_in_the_file(tiny_model: Path, tmp_path: Path) -> None:
+    convert(tiny_model, tmp_path / "out", "q8_0")
+    path = only_file(tmp_path / "out")
+    ours, theirs = load_tokenizer(tiny_model), rebuild(read_header(path).metadata, path)
+    text = "The old fox waits near the gate, 27 times.\n"
+    assert theirs.tokenizer.encode(text).ids == ours.encode(text)
+    assert theirs.chat_template == ours.chat_template
+    assert (theirs.special["eos_token"], theirs.add_bos) == (ours.eos_token, False)
+
+
+@pytest.mark.parametrize("mix", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "bf16", "q6_k"])
+def test_every_type_runs(mix: str, tiny_model: Path, tmp_path: Path) -> None:
+    convert(tiny_model, tmp_path / "out", mix)
+    ids = torch.arange(5, 37)[None]
+    a, b = (quantkit.load(path, device="cpu", dtype="float32")(ids) for path in (tiny_model, tmp_path / "out"))
+    assert torch.nn.functional.cosine_similarity(a, b, dim=-1).mean() > (0.97 if "4" in mix else 0.995)
+
+
+def test_what_falls_back_is_told_for_every_tensor(tiny_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    report = convert(tiny_model, tmp_path / "out", "q4_k_m", method="gptq", **text_options(calibration_text))
+    told = {layer.name: layer.fallback for layer in report.layers}
+    assert told["model.layers.1.self_attn.q_proj"] == "Q5_0 instead of Q4_K: rows of 64 are no multiple of 256"
+    assert all(told.values()) or told["model.embed_tokens"] is None
+    stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(only_file(tmp_path / "out")).tensors}
+    assert stored["blk.1.attn_q.weight"] == "Q5_0"
+    assert stored["token_embd.weight"] == "Q8_0"
+    assert stored["blk.1.attn_norm.weight"] == "F32"
+    assert all(layer.relative_output_error is not None for layer in report.layers if "layers" in layer.name)
+
+
+def test_a_stopped_job_goes_on_to_the_same_bytes(tiny_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    options = {"method": "kquant", **text_options(calibration_text)}
+    convert(tiny_model, tmp_path / "whole", "q4_1", **options)
+
+    class Stop(Exception):
+        pass
+
+    def stop(progress: Any) -> None:
+        if progress.stage == "blocks" and progress.done == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        convert(tiny_model, tmp_path / "part", "q4_1", on_progress=stop, **options)
+    convert(tiny_model, tmp_path / "part", "q4_1", resume=True, **options)
+    assert only_file(tmp_path / "part").read_bytes() == only_file(tmp_path / "whole").read_bytes()
+
+
+def test_an_importance_matrix_stands_for_the_text(tiny_model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    made = CliRunner().invoke(
+        cli,
+        ["imatrix", str(tiny_model), "-o", str(tmp_path / "im.gguf"), "--calibration", str(calibration_text),
+         "--samples", "8", "--seq-len", "32", "--json"],
+    )  # fmt: skip
+    assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout)["entries"] == 3 * 7
+    entry = read_imatrix(tmp_path / "im.gguf")["blk.2.ffn_down.weight"]
+    assert (tuple(entry.sums.shape), entry.counts.tolist()) == ((1, 96), [256.0])
+    report = convert(tiny_model, tmp_path / "out", "q4_0", imatrix=tmp_path / "im.gguf")
+    assert report.method == "kquant"
+    plain = convert(tiny_model, tmp_path / "plain", "q4_0")
+    assert [layer.name for layer in report.layers] == [layer.name for layer in plain.layers]
+    assert only_file(tmp_path / "out").read_bytes() != only_file(tmp_path / "plain").read_bytes()
+
+
+def test_an_importance_matrix_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    from quantkit.checkpoint.gguf_files.imatrix import Importance, write_imatrix
+
+    entries = {"blk.0.attn_q.weight": Importance(torch.ones(1, 32), torch.ones(1))}
+    write_imatrix(tmp_path / "im.gguf", entries, "t", 1, 1)
+    with pytest.raises(RequestError, match="another model's"):
+        convert(tiny_model, tmp_path / "out", "q4_0", imatrix=tmp_path / "im.gguf")
+
+
+def test_a_gguf_file_becomes_another(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "check_round_trip", lambda *given: None)  # so small a vocabulary spells most words
+    convert(tiny_model, tmp_path / "first", "f16")
+    convert(only_file(tmp_path / "first"), tmp_path / "second", "f16")
+    one, two = (gguf.GGUFReader(only_file(tmp_path / name)) for name in ("first", "second"))
+    assert {t.name: t.data.tobytes() for t in one.tensors} == {t.name: t.data.tobytes() for t in two.tensors}
+    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template", "llama.block_count"):
+        assert one.fields[key].contents() == two.fields[key].contents()
+
+
+def test_a_model_type_without_a_place_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    (tiny_model / "config.json").write_text(json.dumps({**config, "model_type": "smollm3"}))
+    with pytest.raises(UnsupportedModel, match="'smollm3' is not written as GGUF"):
+        convert(tiny_model, tmp_path / "out", "q8_0")
+
+
+def test_a_quantized_source_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
+    quantkit.convert(tiny_model, tmp_path / "int4", method="rtn", bits=4, group_size=32)
+    with pytest.raises(RequestError, match="original"):
+        convert(tmp_path / "int4", tmp_path / "out", "q4_0")
