@@ -314,7 +314,7 @@ def round_columns(rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top
 def round_numbers(
     rest: Tensor, upper: Tensor, step: Tensor, offset: Tensor, top: int, *, scheme: Scheme
 ) -> tuple[Tensor, Tensor]:
-    """Do what ``round_columns`` does for codes that are numbers with a point.
+    """Do what ``round_columns`` does for codes that are floating-point numbers.
 
     offset, top: not looked at.
     scheme: which numbers there are.

@@ -120,7 +120,7 @@ def descend_numbers(
     target: Tensor, error: Tensor, numbers: Tensor, step: Tensor, offset: Tensor, own: Tensor, pull: Tensor, top: int,
     *, scheme: Scheme,
 ) -> None:  # fmt: skip
-    """Do what ``descend_columns`` does for codes that are numbers with a point; ``numbers`` stand in their place."""
+    """Do what ``descend_columns`` does for codes that are floating-point numbers; ``numbers`` stand in their place."""
     for j in range(len(target)):
         best = target[j] - error[j] + pull[j] / own[j, j]
         number = floats.nearest(best / step[j], scheme)

@@ -84,7 +84,7 @@ class ConvertCommand(GroupedCommand):
     "--scheme",
     metavar="NAME",
     help=(
-        "Numbers with a point instead of integers: fp8 (one scale per channel, activations fp8 per token), fp8-block"
+        "Floating-point numbers instead of integers: fp8 (one scale per channel, activations fp8 per token), fp8-block"
         " (128 x 128), fp8-tensor, nvfp4, mxfp4."
     ),
 )
@@ -111,7 +111,7 @@ class ConvertCommand(GroupedCommand):
     help=f"{', '.join(WRITABLE[:-1])} or {WRITABLE[-1]}.",
 )
 @grouped(
-    "Basic",
+    "GGUF",
     "--gguf-type",
     metavar="TYPE",
     help=(
@@ -120,7 +120,7 @@ class ConvertCommand(GroupedCommand):
     ),
 )
 @grouped(
-    "Basic",
+    "GGUF",
     "--imatrix",
     metavar="FILE",
     help="With --format gguf: an importance matrix of llama.cpp or `quantkit imatrix`, instead of a text.",

@@ -2,7 +2,7 @@
 
 ``w = (code - zero) * scale`` with unsigned codes, ``0 <= code < 2**bits``; groups run along ``in_features`` and the
 last group may be shorter. Scales are rounded to their storage dtype before codes are chosen. Every kernel, format and
-algorithm is tested against this file. Codes that are numbers with a point (``Scheme.number``) have no zero points:
+algorithm is tested against this file. Codes that are floating-point numbers (``Scheme.number``) have no zero points:
 ``w = number(code) * scale``; they are handed on to ``core.rounding.scales``.
 """
 

@@ -23,8 +23,8 @@ class QuantTensor:
     """A weight of codes and scales; the currency between algorithms, formats and kernels.
 
     stored: the codes, values in ``0 .. 2**bits - 1``: uint8 ``[out, in]``, or packed as a file holds them
-    scales: ``[out, groups]``, float16 or bfloat16, finite and positive; float32 beside numbers with a point, rows that
-        share a scale having it each
+    scales: ``[out, groups]``, float16 or bfloat16, finite and positive; float32 beside floating-point numbers, and
+        each of the rows that share a scale has it
     zeros:  int16 ``[out, groups]``, values in ``0 .. 2**bits``; None when symmetric (zero = ``2**(bits-1)``)
 
     Raises CheckpointError when shapes or dtypes do not fit together.

@@ -12,7 +12,7 @@ from quantkit.errors import RequestError
 
 SCALE_DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# Numbers with a point (``core.rounding``): bits of a code, group size (0: any that a file has), dtypes of stored
+# Floating-point numbers (``core.rounding``): bits of a code, group size (0: any that a file has), dtypes of stored
 # scales, activations that go with them.
 FLOATS: dict[str, tuple[int, int, tuple[str, ...], tuple[str | None, ...]]] = {
     "fp8": (8, 0, ("float32", "bfloat16", "float16"), (None, "fp8")),
@@ -24,7 +24,7 @@ BLOCK = 128  # rows and inputs of a block of fp8 that share a scale
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one weight ``[out_features, in_features]`` becomes codes: integers, or numbers with a point.
+    """How one weight ``[out_features, in_features]`` becomes codes: integers, or floating-point numbers.
 
     bits: 2 to 8.
     group_size: number of inputs that share a scale, or None for one group per output row (per channel).
@@ -131,7 +131,7 @@ class Scheme:
 
     @property
     def torch_scale_dtype(self) -> torch.dtype:
-        """The dtype that scales are held in: float32 beside numbers with a point, whatever the file stores."""
+        """The dtype that scales are held in: float32 beside floating-point numbers, whatever the file stores."""
         return SCALE_DTYPES[self.scale_dtype] if self.number == "integer" else torch.float32
 
     @property

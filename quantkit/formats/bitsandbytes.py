@@ -162,7 +162,7 @@ def _check_state(
 def _check_numbers(name: str, values: Tensor, low: float, high: float) -> None:
     """Raise CheckpointError, naming the tensor, for scales or a table that the library does not write."""
     if not values.is_floating_point():
-        raise CheckpointError(f"{name} is {values.dtype}, expected numbers with a point")
+        raise CheckpointError(f"{name} is {values.dtype}, expected floating-point numbers")
     if not bool(((values >= low) & (values <= high)).all()):
         raise CheckpointError(f"{name} holds a value that is not finite, or outside {low:g} to {high:g}")
 

@@ -54,12 +54,12 @@ READS: dict[str, dict[str, Read]] = {
 
 
 def has_floats(checkpoint: Checkpoint) -> bool:
-    """Tell whether some weights are numbers with a point."""
+    """Tell whether some weights are floating-point numbers."""
     return any(scheme.number != "integer" for scheme in checkpoint.schemes())
 
 
 def judge_floats(engine: Engine, checkpoint: Checkpoint, splits: Splits) -> Verdict:
-    """Return one engine's verdict on weights that are numbers with a point.
+    """Return one engine's verdict on weights that are floating-point numbers.
 
     splits: what is asked of every tensor-parallel size, as ``Engine.splits``.
     """

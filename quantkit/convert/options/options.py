@@ -47,7 +47,7 @@ class ConvertOptions:
     # the name that was asked for; what it stands for is in the other options, see apply_preset
     preset: str | None = None
     method: str = "gptq"
-    # Numbers with a point instead of integers, see options.float_schemes.
+    # Floating-point numbers instead of integers, see options.float_schemes.
     scheme: str | None = None
     bits: int = 4
     # With a target: what all groups have, or "auto": chosen with the bits.

@@ -1,1 +1,1 @@
-"""How numbers are rounded that are no groups of plain integers: numbers with a point, their scales, activations."""
+"""How numbers are rounded that are no groups of plain integers: floating-point numbers, their scales, activations."""

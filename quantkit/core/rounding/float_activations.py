@@ -1,4 +1,4 @@
-"""Round activations to numbers with a point, at run time, as engines do. Computed in float32 whatever the dtype of x.
+"""Round activations to floating-point numbers, at run time, as engines do. Computed in float32 whatever the dtype of x.
 
 ``fp8``: with m the largest magnitude of a token (beside weights in blocks: of 128 inputs of it), ``scale = m / 448``
 and ``x ~ e4m3(x / scale) * scale``. A token of zeros has the smallest scale, ``1 / (448 * 512)``, as in vLLM

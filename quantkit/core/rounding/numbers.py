@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits that are numbers with a point: E4M3, E2M1, and the powers of two of E8M0.
+"""Codes of 8 and 4 bits that are floating-point numbers: E4M3, E2M1, and the powers of two of E8M0.
 
 E4M3 (``float8_e4m3fn``; Micikevicius et al., arXiv 2209.05433, table 1), a byte ``s eeee mmm``, bias 7::
 

@@ -1,4 +1,4 @@
-"""Scales of weights whose codes are numbers with a point: ``w = number(code) * scale``.
+"""Scales of weights whose codes are floating-point numbers: ``w = number(code) * scale``.
 
 ``fp8``    E4M3 codes; scales float32 or bfloat16 for a row, for blocks of 128 rows by 128 inputs, or for the matrix.
 ``nvfp4``  E2M1 codes; for 16 inputs of a row the scale ``e4m3 / global_scale``, with one ``global_scale`` a matrix.

@@ -1,4 +1,4 @@
-"""Weights whose codes are numbers with a point (FP8, NVFP4, MXFP4) in torch, any device: dequantized where used.
+"""Weights whose codes are floating-point numbers (FP8, NVFP4, MXFP4) in torch, any device: dequantized where used.
 
 ``linear_float(x, w, bias) = round(x) @ dequantize(w).T + bias`` with ``core.rounding.float_activations`` for x, where
 the weight's activations are quantized: what an engine's own kernel computes, up to the order of its sums.

@@ -24,7 +24,7 @@ _DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch
 
 
 def as_original(source: Source) -> Source:
-    """Return a source whose quantized weights all are numbers with a point as the dense model that they mean.
+    """Return a source whose quantized weights all are floating-point numbers as the dense model that they mean.
 
     Any other source is returned as it is. Raises CheckpointError for damage that headers tell.
     """
