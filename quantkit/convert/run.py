@@ -26,7 +26,7 @@ from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.inputs import Inputs
 from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.targets import outside_of_blocks
-from quantkit.convert.progress import Listener, Progress
+from quantkit.convert.progress import Listener, Progress, StageClock
 from quantkit.convert.report.bit_budget import allocation_lines
 from quantkit.convert.report.bit_budget import summary as budget_summary
 from quantkit.convert.report.kv_cache import summary as cache_summary
@@ -70,10 +70,11 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
     plan.raise_problems()
     map_large_blocks()
     started = time.perf_counter() if started is None else started
+    clock = StageClock(listen, started)
     work = Work(plan)
     complete = False
     try:
-        report = _convert(plan, work, listen)
+        report = _convert(plan, work, clock)
         with undisturbed():  # quick, and then there is nothing to go on from
             work.writer.commit()
             work.remove()
@@ -84,7 +85,8 @@ def run(plan: Plan, listen: Listener, started: float | None = None) -> ConvertRe
             if kept:  # Python prints these below a traceback, the command line below its message
                 error.__notes__ = [*getattr(error, "__notes__", []), kept]
         raise
-    report.seconds = time.perf_counter() - started
+    clock.begin("end")
+    report.seconds, report.stage_seconds = time.perf_counter() - started, clock.seconds
     report.peak_host_bytes = peak_rss()
     report.peak_device_bytes = peak_device_bytes(plan.device)
     report.output_bytes = sum(file.stat().st_size for file in weight_files(plan.options.out))
@@ -96,7 +98,7 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf"))
 
 
-def _convert(plan: Plan, work: Work, listen: Listener) -> ConvertReport:
+def _convert(plan: Plan, work: Work, listen: StageClock) -> ConvertReport:
     """Run every stage in order: check weights, read or write text, decide, blocks, the rest."""
     if (plan.options.needs_data or plan.options.allocates) and not work.read:
         refuse_non_finite(plan.weights, lambda done, total: listen(Progress("read", done, total)))
@@ -149,7 +151,7 @@ def decide_plan(plan: Plan, inputs: Inputs, work: Work, on_step: OnStep) -> Deci
 
 
 def quantize_blocks(
-    plan: Plan, inputs: Inputs, decisions: Decisions, work: Work, collected: Collected, listen: Listener
+    plan: Plan, inputs: Inputs, decisions: Decisions, work: Work, collected: Collected, listen: StageClock
 ) -> None:
     """Quantize every block that no earlier process has finished, each on inputs that went through those before it.
 
@@ -171,14 +173,18 @@ def quantize_blocks(
             name, result = plan.blocks.name(index), BlockResult()
             listen(Progress("blocks", index, len(plan.blocks), collected.last_error()))
             with loaded(plan.weights, plan.blocks, index, plan.device, ahead) as block:
+                listen.begin("observe")
                 if hidden.states:
                     groups = _observe(plan, decisions, folding, hidden, index, result)
                 else:
                     groups = [InputGroup((linear,)) for linear in block_linears(block)]
+                listen.begin("solve")
                 quantize_block(solver, name, block, groups, result, _tune_inputs(plan, decisions, hidden, index))
                 del groups
+                listen.begin("write")
                 work.record(f"block-{index:04d}", result)
                 collected.add(result)
+                listen.begin("advance")
                 if hidden.states and index + 1 < len(plan.blocks):
                     advance(block, hidden.states, hidden.calls[index].to(plan.device))
                     work.states.keep(index + 1, [*hidden.states, *hidden.original])

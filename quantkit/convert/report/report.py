@@ -17,6 +17,8 @@ from quantkit.convert.report.bit_budget import ALLOCATION, allocation_lines
 from quantkit.convert.report.kv_cache import SUMMARY, check_summary, summary_lines
 from quantkit.convert.results import DISTILLED, LAYER, TUNED, LayerReport
 
+LONG_JOB, LONG_STAGE = 60.0, 0.05  # seconds from which stages are told, and of which share of the time
+STAGE_WORDS = {"blocks": "load", "read": "check weights", "self": "write text", "measure": "sensitivity"}
 # what ``ConvertReport.to_store`` stores, as checkpoint/storage/record.py checks it
 STORED = {
     "verified_tensors": int,
@@ -49,6 +51,8 @@ class ConvertReport:
     warnings: list[str] = field(default_factory=list)
     # of this process
     seconds: float = 0.0
+    # of each stage of it, see convert.progress.StageClock
+    stage_seconds: dict[str, float] = field(default_factory=dict)
     # other processes worked on it before
     resumed: bool = False
     peak_host_bytes: int = 0
@@ -155,6 +159,7 @@ class ConvertReport:
             "rotated": self.rotated,
             "products": self.matmul_precision,
             "seconds": round(self.seconds, 1),
+            "stage_seconds": {stage: round(seconds, 1) for stage, seconds in self.stage_seconds.items()},
             "resumed": self.resumed,
             "peak_host_bytes": self.peak_host_bytes,
             "predicted_host_bytes": self.predicted_host_bytes,
@@ -188,6 +193,15 @@ class ConvertReport:
         lines += [f"  note      {warning}" for warning in [*([] if warned else self.warnings), *self.notes]]
         return "\n".join(lines)
 
+    def _stages(self) -> list[str]:
+        """Tell where the time of a longer job went: its stages of a twentieth of it and more."""
+        long = {stage: spent for stage, spent in self.stage_seconds.items() if spent >= LONG_STAGE * self.seconds}
+        if self.seconds < LONG_JOB or not long:
+            return []
+        shown = [f"{STAGE_WORDS.get(stage, stage)} {spent:.0f} s" for stage, spent in long.items()]
+        rest = self.seconds - sum(long.values())
+        return [f"  of that   {', '.join([*shown, f'rest {rest:.0f} s'])}"]
+
     def _written(self) -> list[str]:
         """Describe the output, its size, the time and memory it took, and the checks."""
         did = method_words(self.method, self.method_options, self.preset)
@@ -209,6 +223,7 @@ class ConvertReport:
                 f"  time      {self.seconds:.0f} s{' since it was resumed' if self.resumed else ''}, peak memory"
                 f" {_mb(self.peak_host_bytes)} (predicted {_mb(self.predicted_host_bytes)})"
             ),
+            *self._stages(),
             *([] if self.matmul_precision is None else [f"  ran in    {WORDS[self.matmul_precision]}"]),
             f"  checked   {self.verified_tensors} tensors read back and equal to what was decided",
         ]

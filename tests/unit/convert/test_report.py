@@ -65,3 +65,11 @@ def test_what_is_stored_restores_an_equal_report() -> None:
     again.restore(full.to_store(), Path("job.json"))
     assert again == full
     assert again.to_json() == full.to_json()
+
+
+def test_a_long_job_tells_where_its_time_went_and_a_short_one_does_not() -> None:
+    stages = {"plan": 1.0, "blocks": 4.0, "observe": 50.0, "solve": 40.0, "verify": 5.0}
+    told = line(report(seconds=100.0, stage_seconds=stages).table(), "of that")
+    assert told == "of that   observe 50 s, solve 40 s, verify 5 s, rest 5 s"
+    assert "of that" not in report(seconds=10.0, stage_seconds=stages).table()
+    assert report(stage_seconds=stages).to_json()["stage_seconds"] == stages
