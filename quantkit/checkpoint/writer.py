@@ -148,7 +148,7 @@ class CheckpointWriter:
                     entries[name] = WrittenTensor(part, tensor.dtype, tuple(tensor.shape), sha256)
                     if [NAMES[tensor.dtype], list(tensor.shape)] != [dtype, shape]:
                         raise WorkFolderError(f"{path}: {name!r} is not what its file holds. {AGAIN}")
-                    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                    if tensor.is_floating_point() and not bool(torch.isfinite(_computable(tensor)).all()):
                         raise WorkFolderError(f"{path.with_suffix('.safetensors')}: {name!r} is not finite. {AGAIN}")
         except (SafetensorError, OSError):
             return None
@@ -355,3 +355,8 @@ def _mount(path: Path) -> Path:
     path = path.resolve()
     device = path.stat().st_dev
     return [p for p in (path, *path.parents) if p.stat().st_dev == device][-1]
+
+
+def _computable(tensor: Tensor) -> Tensor:
+    """Return floats of 8 bits, with which torch does not compute, as float32; others as they are."""
+    return tensor.float() if tensor.element_size() == 1 else tensor

@@ -11,7 +11,8 @@ from torch import Tensor
 from quantkit.calibrate.capture import advance
 from quantkit.checkpoint.gguf_files.imatrix import Importance, write_imatrix
 from quantkit.checkpoint.gguf_files.out_names import Names
-from quantkit.convert.gguf.names import config_of
+from quantkit.checkpoint.open import open_source
+from quantkit.convert.gguf.names import config_of, experts_of
 from quantkit.convert.options.resolve import resolve_options
 from quantkit.convert.plan.plan import Plan, make_plan
 from quantkit.convert.progress import Listener, Progress
@@ -24,6 +25,7 @@ from quantkit.convert.stages.observe import observe_block
 from quantkit.core.interrupt import interruptible, raise_if_interrupted
 from quantkit.errors import RequestError
 from quantkit.model.stepper import input_groups
+from quantkit.runtime.layers.dense_source import as_original
 
 TYPE = "q4_k_m"  # any one that rounds every linear: all of them are observed
 
@@ -42,7 +44,7 @@ def imatrix(source: str | Path, out: str | Path, listen: Listener, **options: An
     if options.get("calibration") == "self":
         raise RequestError("--calibration self: text that a model writes has not landed for imatrix. Name a text.")
     given = {"format": "gguf", "gguf_type": TYPE, "method": "kquant", **options}
-    plan = make_plan(resolve_options(source, out, None, given))
+    plan = make_plan(resolve_options(source, out, None, given), as_original(open_source(source)))
     plan.raise_problems()
     windows = plan.inputs.calibration
     assert windows is not None
@@ -79,11 +81,12 @@ def _collect(plan: Plan, ids: Tensor, listen: Listener) -> dict[str, Importance]
                     found.setdefault(place.name, {})[place.expert or 0] = sums, group.tokens
             if index + 1 < len(plan.blocks):
                 advance(block, hidden.states, call)
-    return {name: _stacked(entries) for name, entries in found.items()}
+    experts = experts_of(config_of(plan.model))
+    return {name: _stacked(entries, experts if "_exps." in name else 1) for name, entries in found.items()}
 
 
-def _stacked(entries: dict[int, tuple[Tensor, int]]) -> Importance:
-    """Join the experts of a layer; one that no token reached has sums and a count of 0."""
+def _stacked(entries: dict[int, tuple[Tensor, int]], count: int) -> Importance:
+    """Join the ``count`` experts of a layer; one that no token reached has sums and a count of 0."""
     width = len(next(iter(entries.values()))[0])
-    rows = [entries.get(index, (torch.zeros(width), 0)) for index in range(max(entries) + 1)]
+    rows = [entries.get(index, (torch.zeros(width), 0)) for index in range(count)]
     return Importance(torch.stack([sums for sums, _ in rows]), torch.tensor([float(count) for _, count in rows]))

@@ -33,7 +33,7 @@ from quantkit.convert.report.kv_cache import summary as cache_summary
 from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.results import BlockResult, Collected, InputGroup
 from quantkit.convert.stages import distil
-from quantkit.convert.stages.block import Solver, quantize_block
+from quantkit.convert.stages.block import Solver, quantize_block, unread_groups
 from quantkit.convert.stages.check_finite import refuse_non_finite
 from quantkit.convert.stages.decide import Decisions, decide, importance_of_tokens
 from quantkit.convert.stages.device import peak_device_bytes, working_on
@@ -52,7 +52,6 @@ from quantkit.core.kvscheme import KVPlan
 from quantkit.model.arguments import hands_on, require_nothing_handed_on
 from quantkit.model.language import text_config
 from quantkit.model.rotate import RotatedSource, prove
-from quantkit.model.skeleton import block_linears
 from quantkit.model.stepper import input_groups
 from quantkit.runtime.kv_cache.transformers_cache import attention_modules
 from quantkit.version import __version__
@@ -177,7 +176,7 @@ def quantize_blocks(
                 if hidden.states:
                     groups = _observe(plan, decisions, folding, hidden, index, result)
                 else:
-                    groups = [InputGroup((linear,)) for linear in block_linears(block)]
+                    groups = unread_groups(name, block, targets)
                 listen.begin("solve")
                 quantize_block(solver, name, block, groups, result, _tune_inputs(plan, decisions, hidden, index))
                 del groups

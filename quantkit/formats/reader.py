@@ -142,8 +142,8 @@ class QuantizedReader:
 
         They are for other engines; quantkit_kv.safetensors has them too.
         """
-        if not (self.config or {}).get("kv_cache_scheme"):
-            return []
+        if not (self.config or {}).get("kv_cache_scheme") and str(self.format) not in ("fp8", "modelopt"):
+            return []  # the two of them store such scales without a word in the config that is always the same
         return [name for name in self.source.names() if name.endswith(CACHE_SCALES)]
 
     def read(self, name: str) -> Tensor:

@@ -128,6 +128,8 @@ def _tokens(data: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
     by_id = {index: token for token, index in data["model"]["vocab"].items()}
     kinds = dict.fromkeys(by_id, NORMAL)
     for added in data.get("added_tokens") or []:
+        if added["id"] >= rows:
+            continue  # no row of the embedding: such tokens (Gemma's for images) are left out, as llama.cpp does
         by_id[added["id"]] = added["content"]
         kinds[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
     size = max(rows, max(by_id) + 1)

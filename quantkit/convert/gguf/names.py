@@ -7,7 +7,9 @@ from typing import Any
 
 from quantkit.checkpoint.gguf_files.out_config import config_fields, config_notes
 from quantkit.checkpoint.gguf_files.out_names import Names
+from quantkit.checkpoint.gguf_files.out_vocabulary import vocabulary_fields
 from quantkit.checkpoint.names import COMPUTED
+from quantkit.checkpoint.source import Source
 from quantkit.convert.gguf.types import Chosen, ModelFacts, tensor_kind
 from quantkit.errors import UnsupportedModel
 from quantkit.model.language import text_config, towers
@@ -59,11 +61,28 @@ def gguf_chooser(
         family=names.family.architecture,
     )
 
+    if mix == "mxfp4" and not facts.experts:
+        raise UnsupportedModel(
+            "--gguf-type mxfp4 keeps experts in MXFP4 and all else in Q8_0, as llama.cpp does; this model has none. Use"
+            " q4_k_m."
+        )
+
     def choose(stored: str, shape: tuple[int, ...]) -> Chosen:
         stacked = (facts.experts, *shape) if "_exps." in placed[stored] else shape
         return tensor_kind(mix, placed[stored], stacked, facts)
 
     return choose
+
+
+def check_gguf_vocabulary(mix: str | None, source: Source, tokenizer: Any, model: Any) -> None:
+    """Check that a GGUF file can say the tokenizer of a model folder; a GGUF source's own is copied.
+
+    mix: the GGUF type, None where another format is written.
+
+    Raises UnsupportedModel for a tokenizer that has no name there.
+    """
+    if mix is not None and source.path.is_dir():
+        vocabulary_fields(tokenizer, int(config_of(model)["vocab_size"]))
 
 
 def gguf_notes(model: Any) -> list[str]:

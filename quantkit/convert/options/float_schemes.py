@@ -59,6 +59,10 @@ def check_scheme(options: Any) -> None:
             f"{flag} with --method {options.method}: that method rounds to integers only. Use --method"
             f" {', '.join(METHODS[:-1])} or {METHODS[-1]}; --preset balanced is recommended."
         )
+    if options.scale_dtype == "float16":
+        raise RequestError(
+            f"--scale-dtype float16 with {flag}: scales this small lose their digits in it. Use bfloat16 or float32."
+        )
     if options.activations == "nvfp4" and options.method == "rtn":
         raise RequestError(
             "--activations nvfp4 with --method rtn: their global scale comes from a text, which rtn does not read. Use"

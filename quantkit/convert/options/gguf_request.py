@@ -48,6 +48,10 @@ def check_gguf(options: Options) -> None:
                 f"--imatrix with --method {options.method}: the file weighs inputs for --method kquant alone. Leave one"
                 " of them out."
             )
+        if options.rotate:
+            raise RequestError(
+                "--imatrix with --rotate: the file weighs channels of the model as it was. Leave one out."
+            )
         if not Path(options.imatrix).is_file():
             raise RequestError(f"--imatrix {options.imatrix}: no such file. `quantkit imatrix` makes one.")
 
@@ -62,6 +66,7 @@ def _refuse_others(options: Options) -> None:
         "--target-bpw, --target-size: choosing GGUF types within a size has not landed": options.allocates,
         "--distil: learns scales of integer schemes": bool(options.distil),
         "--quantize-mtp: layers that predict further tokens are not written as GGUF": options.quantize_mtp,
+        "--gptaq: its blocks do not follow the original model's inputs": options.gptaq,
         "--scales minmax: GGUF's blocks always get searched scales": options.scales != "search",
     }
     for reason, given in wrong.items():

@@ -17,6 +17,7 @@ from quantkit.calibrate.matmul_precision import choose_precision
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.convert.gguf.names import check_gguf_vocabulary
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.bit_budget import BitBudget, cache_bytes, plan_bit_budget
@@ -153,6 +154,7 @@ def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
     problems = chosen.problems
     rewritten = _rewritten(options, blocks, weights, chosen.chosen)
     unquantized = find_unquantized(weights, chosen.chosen, rewritten)
+    check_gguf_vocabulary(options.gguf_type, source, tokenizer, model)
     inputs = read_inputs(options, tokenizer, model, problems)
     budget = _bit_budget(options, form, weights, chosen, unquantized, rewritten)
     problems += _untunable(options, blocks)

@@ -18,6 +18,7 @@ from quantkit.algorithms.together import Solver as Steps
 from quantkit.algorithms.together import together
 from quantkit.checkpoint.source import all_finite
 from quantkit.convert.options.options import ConvertOptions
+from quantkit.convert.options.rules import fused_groups
 from quantkit.convert.plan.targets import Target
 from quantkit.convert.results import BlockResult, InputGroup, LayerReport, decision_sha256
 from quantkit.convert.stages.gguf_blocks import Weighing, round_block
@@ -115,6 +116,23 @@ class _Stack:
         """Count the numbers that solving it holds: those of its weights and of its Hessian."""
         width = self.linears[0].in_features
         return width * (sum(linear.out_features for linear in self.linears) + width)
+
+
+def unread_groups(prefix: str, block: nn.Module, targets: Mapping[str, Target]) -> list[InputGroup]:
+    """Return the linears of a block without statistics, for methods that read no text.
+
+    Linears that engines fuse into one stand together where a scale is shared by a whole weight: the fused one has one.
+
+    prefix: the block's module name in the model.
+    targets: weights to quantize, by module name of the skeleton.
+    """
+    together: dict[str, list[str]] = {}
+    for linear in block_linears(block):
+        target = targets.get(f"{prefix}.{linear}")
+        floats = target is not None and target.scheme.number != "integer"
+        fused = [f"{owner} {pattern}" for owner, pattern in fused_groups(linear)] if floats else []
+        together.setdefault(fused[0] if fused else linear, []).append(linear)
+    return [InputGroup(tuple(names)) for names in together.values()]
 
 
 def _solve_groups(

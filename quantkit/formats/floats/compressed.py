@@ -47,6 +47,8 @@ _ARGS: dict[str, Any] = {
     "dynamic": False, "actorder": None, "observer": None, "observer_kwargs": {},
 }  # fmt: skip
 
+LARGEST_E8M0 = 127 + 24  # the byte of 2^24, the largest scale of other dtypes, too
+
 
 def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
     """Explain why compressed-tensors cannot hold such a weight so that engines read it; None if it can."""
@@ -123,6 +125,8 @@ def decode_fp4(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
     if scheme.number == "mxfp4":
         if bool((stored == NAN_E8M0).any()):
             raise CheckpointError("weight_scale holds 255, which is no power of two but NaN. Download it again.")
+        if int(stored.max()) > LARGEST_E8M0:  # far beyond any weight
+            raise CheckpointError(f"weight_scale holds 2^{int(stored.max()) - 127}, no scale. Download it again.")
         return QuantTensor(codes, decode_e8m0(stored), None, scheme)
     scheme = _with_global_scales(parts, scheme)
     assert scheme.global_scale is not None
