@@ -15,7 +15,7 @@ Operations of a block, T = 262,144 tokens (K, N the sides of its linears, 218 M 
     advance   2 T K N                                                    1.14e14
     Hessians  2 T (3 * 4096^2 + 14336^2), 62.5% of it                    8.4e13    blocks on and above the diagonal
     attention 2 passes, causal half                                      0.9e13
-    factorise 4/3 K^3 in float64, four inputs                            0.4e13
+    factorise 2/3 K^3 in float64, four inputs                            0.2e13
     loss      4 N K^2 in float64                                         0.6e13
     columns   N K^2, and 512 a weight in the column kernel               0.16e13
 
@@ -57,10 +57,10 @@ STAGES = (
     ("observe: hessian", "quantkit.calibrate.stats", "Hessian.add"),
     ("mean", "quantkit.calibrate.stats", "Hessian.result"),
     ("solve", "quantkit.convert.run", "quantize_block"),
-    ("solve: factorise", "quantkit.algorithms.gptq", "_factorise"),
+    ("solve: factorise", "quantkit.algorithms.gptq", "factorise"),
     ("solve: search", "quantkit.core.affine", "searched_params"),
     ("solve: columns", "quantkit.algorithms.gptq", "_solve"),
-    ("solve: loss", "quantkit.convert.stages.block", "proxy_loss"),
+    ("solve: loss", "quantkit.convert.stages.block", "output_energy"),
     ("solve: hash", "quantkit.convert.stages.block", "decision_sha256"),
     ("record", "quantkit.convert.job.work_folder", "Work.record"),
     ("advance", "quantkit.convert.run", "advance"),
@@ -304,7 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_source(folder / "source", shape, layers, device)
         write_text(folder / "text.txt", shape["vocab"], 4096 if options.rehearse else 330_000)
         result["seconds_writing_the_source"] = time.monotonic() - start
-        for mode in options.matmul_precision:
+        for mode in options.products:
             if time.monotonic() - start > options.seconds:
                 result["runs"].append({"products": mode, "left_out": "no time left"})
                 continue

@@ -33,7 +33,7 @@ from quantkit.runtime.layers.linear import KERNELS, NUMBA, QuantLinear, choose, 
 
 CPU = torch.device("cpu")
 # Those on Triton have test_triton.py; "w8a8" rounds activations too and has tests/unit/runtime/test_w8a8.py.
-CPU_KERNELS = [name for name in KERNELS if not name.startswith("triton") and name != "w8a8"]
+CPU_KERNELS = [name for name in KERNELS if not name.startswith("triton") and name not in ("w8a8", "float")]
 SHAPES = [(32, 64), (80, 320), (16, 576), (208, 192), (30, 70)]
 SCHEMES = [
     Scheme(bits, group, symmetric) for bits in (3, 4, 5, 8) for group in (32, 128, None) for symmetric in (True, False)

@@ -168,7 +168,8 @@ def test_a_failing_peer_is_told_and_leaves_no_result(run: Any, tmp_path: Path) -
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)")
     (tmp_path / "partial").mkdir()
-    args = type("Args", (), dict(source="s", method="m", bits=4, group_size=64, sym=True, peer="x", dtype="default"))()
+    given = dict(source="s", method="m", bits=4, group_size=64, sym=True, peer="x", dtype="default", times_only=False)
+    args = type("Args", (), given)()
     with pytest.raises(SystemExit, match="fails failed with exit code 3"):
         run.quantize(Path(sys.executable), str(script), args, tmp_path / "partial")
 

@@ -131,6 +131,7 @@ def interleave(rows: Tensor, heads: int) -> Tensor:
 
     rows: ``[out, ...]``: weights, packed bytes, a bias.
 
+    >>> import torch
     >>> interleave(torch.arange(4), 1).tolist()
     [0, 2, 1, 3]
     """

@@ -257,7 +257,7 @@ def test_the_target_for_exact_weights_is_the_least_squares_solution(act_order: b
     h, cross = x.t() @ x / len(x), (y - x).t() @ x / len(x)
     order = gptq_module._order(h.diagonal(), Scheme(4, 8), act_order)
     options = GPTQOptions(damping=1e-12)
-    upper, _ = gptq_module._factorise(h, torch.zeros(24, dtype=torch.bool), h.diagonal(), order, options)
+    upper, _ = gptq_module.factorise(h, torch.zeros(24, dtype=torch.bool), h.diagonal(), order, options)
     assert upper is not None
     found = gptq_module._towards(w, cross, upper, order, pull)
     assert found.dtype == torch.float32
