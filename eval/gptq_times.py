@@ -39,22 +39,29 @@ def main() -> None:
     tokens = ["--samples", str(args.samples), "--seq-len", str(args.seq_len)]
     scheme = ["--bits", "4", "--group-size", str(args.group_size), "--sym"]
     rows: dict[str, dict[str, Any]] = {}
+    facts = {
+        "blocks": open_source(args.source).config["num_hidden_layers"],
+        "samples": args.samples, "seq_len": args.seq_len, "group_size": args.group_size,
+        "hardware": hardware(), "versions": versions(),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         out = ["--out", str(Path(folder) / "out")]
         ours = ["-m", "quantkit", "convert", args.source, "--method", "gptq", *scheme, *tokens, *out, "--json"]
-        rows["quantkit"] = run("quantkit", ours, ("seconds", "peak_host_bytes", "predicted_host_bytes"))
+        keys = ("seconds", "stage_seconds", "peak_host_bytes", "predicted_host_bytes")
+        rows["quantkit"] = run("quantkit", ours, keys)
+        write(args.out, facts, rows)
         for peer in args.peers:
             theirs = [str(ROOT / "eval" / "peers" / "run.py"), peer, args.source, "--method", "gptq", *scheme, *tokens]
             theirs += ["--dtype", "float32", "--times-only", "--work", str(args.work), *out[:1], f"{out[1]}-{peer}"]
             rows[peer] = run(peer, theirs, ("seconds", "quantize_seconds", "peak_host_bytes", "versions"))
+            write(args.out, facts, rows)
+
+
+def write(path: Path, facts: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+    """Write what is known so far: a run takes a quarter of an hour."""
     for row in rows.values():
         row["quantkit_over_this"] = round(rows["quantkit"]["seconds"] / row["seconds"], 3)
-    found = {
-        "blocks": open_source(args.source).config["num_hidden_layers"],
-        "samples": args.samples, "seq_len": args.seq_len, "group_size": args.group_size, "rows": rows,
-        "hardware": hardware(), "versions": versions(),
-    }  # fmt: skip
-    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def run(who: str, command: list[str], keys: tuple[str, ...]) -> dict[str, Any]:

@@ -100,6 +100,35 @@ def test_linears_that_engines_fuse_have_one_global_scale(made: dict[str, Path]) 
                 assert len({float(tensors[f"model.layers.{index}.{name}.{part}"]) for name in group}) == 1
 
 
+@pytest.mark.parametrize(("scheme", "part"), [("nvfp4", "weight_global_scale"), ("fp8-tensor", "weight_scale")])
+def test_linears_that_engines_fuse_share_a_scale_without_a_text_too(
+    scheme: str, part: str, tiny_original: Path, tmp_path: Path
+) -> None:
+    convert(tiny_original, tmp_path / "out", scheme=scheme, method="rtn")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for index in range(3):
+        for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            assert len({float(tensors[f"model.layers.{index}.{name}.{part}"]) for name in group}) == 1
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
+def test_a_stopped_job_goes_on_to_the_same_bytes(scheme: str, tiny_original: Path, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(progress: Any) -> None:
+        if progress.stage == "blocks" and progress.done == 2:
+            raise Stop
+
+    options: dict[str, Any] = dict(scheme=scheme, method="rtn")
+    convert(tiny_original, tmp_path / "whole", **options)
+    with pytest.raises(Stop):
+        convert(tiny_original, tmp_path / "part", on_progress=stop, **options)
+    convert(tiny_original, tmp_path / "part", resume=True, **options)
+    whole, part = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "part"))
+    assert whole == part
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8-tensor", "nvfp4", "mxfp4"])
 def test_transformers_computes_our_logits(made: dict[str, Path], name: str) -> None:
     pytest.importorskip("compressed_tensors")
@@ -205,6 +234,7 @@ def test_fixed_scales_of_activations_are_told_of(tiny_original: Path, tmp_path: 
         (dict(scheme="fp7"), "no such scheme"),
         (dict(scheme="nvfp4", bits=8), "--bits 8: --scheme nvfp4 is W4 nvfp4"),
         (dict(scheme="nvfp4", group_size=32), "--group-size 32"),
+        (dict(scheme="fp8", method="rtn", scale_dtype="float16"), "Use bfloat16 or float32"),
         (dict(scheme="fp8", method="hqq"), "--method gptq, awq or rtn"),
         (dict(scheme="fp8", method="tune"), "rounds to integers only"),
         (dict(scheme="nvfp4", preset="best"), "--preset balanced"),

@@ -153,3 +153,32 @@ def test_a_quantized_source_is_refused_with_the_remedy(tiny_model: Path, tmp_pat
     quantkit.convert(tiny_model, tmp_path / "int4", method="rtn", bits=4, group_size=32)
     with pytest.raises(RequestError, match="original"):
         convert(tmp_path / "int4", tmp_path / "out", "q4_0")
+
+
+@pytest.mark.parametrize(
+    ("mix", "options", "message"),
+    [
+        ("q4_0", dict(method="gptq", gptaq=True), "--format gguf with --gptaq"),
+        ("q4_0", dict(imatrix="im.gguf", method="kquant", rotate=True), "--imatrix with --rotate"),
+        ("mxfp4", dict(), "this model has none"),
+    ],
+)
+def test_what_would_do_nothing_or_harm_is_refused(
+    mix: str, options: dict[str, Any], message: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    given = {"method": "rtn", **options}
+    with pytest.raises((RequestError, UnsupportedModel), match=message):
+        quantkit.convert(tiny_model, tmp_path / "out", format="gguf", gguf_type=mix, **given)
+
+
+def test_a_tokenizer_that_gguf_cannot_say_is_refused_by_the_plan(tiny_model: Path, tmp_path: Path) -> None:
+    path = tiny_model / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
+    path.write_text(json.dumps(data))
+    done = CliRunner().invoke(
+        cli, ["convert", str(tiny_model), "--format", "gguf", "--gguf-type", "q8_0", "--method", "rtn",
+              "--out", str(tmp_path / "out"), "--dry-run"],
+    )  # fmt: skip
+    assert done.exit_code != 0
+    assert "takes about" not in done.output

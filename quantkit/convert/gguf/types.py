@@ -2,7 +2,7 @@
 
 The choices are those of ``src/llama-quant.cpp`` (llama_tensor_get_type_impl, tensor_type_fallback), read in November
 2026, so that a file is as large as the one people know under that name. They were compared with what llama.cpp itself
-made of the same models (tests/golden).
+made of the same models (tests/unit/convert/gguf_types.json).
 """
 
 from __future__ import annotations
