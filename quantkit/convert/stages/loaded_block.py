@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,10 @@ class NextBlock:
 
     def __init__(self, weights: Weights, blocks: Blocks) -> None:
         self._weights, self._blocks = weights, blocks
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next-block")
         self._reading: tuple[int, Future[dict[str, Tensor]]] | None = None
 
@@ -29,13 +34,16 @@ class NextBlock:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        if self._process == os.getpid():
+            self._pool.shutdown(cancel_futures=True)
 
     def take(self, index: int) -> Mapping[str, Tensor]:
         """Return the block's tensors if they were read ahead, else none; and begin to read the block after it.
 
         Raises what reading them raised.
         """
+        if self._process != os.getpid():  # a fork has none of its parent's threads
+            self._begin()
         found: Mapping[str, Tensor] = {}
         if self._reading is not None and self._reading[0] == index:
             found = self._reading[1].result()
