@@ -166,7 +166,7 @@ def quantize_blocks(
     solver = Solver(options=plan.options, format=plan.format, targets=targets, loops=plan.loops, weighing=weigh)
     folding = Folding(method=plan.options.method, weights=plan.weights, targets=targets, rewritten=plan.rewritten)
     first, hidden = _resume(plan, inputs, work, collected)
-    with NextBlock(plan.weights, plan.blocks) as ahead:
+    with NextBlock(plan.weights, plan.blocks, torch.get_num_threads() > 1) as ahead:
         for index in range(first, len(plan.blocks)):
             raise_if_interrupted()
             name, result = plan.blocks.name(index), BlockResult()

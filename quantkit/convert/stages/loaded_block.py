@@ -19,10 +19,12 @@ class NextBlock:
     """Reads and unpacks the block after the one in work, in a thread: in its stored dtype, half of its float32 size.
 
     Used as a context manager: leaving it waits for what is still being read.
+
+    beside: False reads nothing ahead, for a process that has one thread.
     """
 
-    def __init__(self, weights: Weights, blocks: Blocks) -> None:
-        self._weights, self._blocks = weights, blocks
+    def __init__(self, weights: Weights, blocks: Blocks, beside: bool = True) -> None:
+        self._weights, self._blocks, self._beside = weights, blocks, beside
         self._begin()
 
     def _begin(self) -> None:
@@ -48,7 +50,7 @@ class NextBlock:
         if self._reading is not None and self._reading[0] == index:
             found = self._reading[1].result()
         self._reading = None
-        if index + 1 < len(self._blocks):
+        if self._beside and index + 1 < len(self._blocks):
             self._reading = index + 1, self._pool.submit(self._weights.read_module, self._blocks.name(index + 1))
         return found
 

@@ -142,7 +142,7 @@ def _several(
     read: Callable[[str, str], PackedWeight], names: Iterable[tuple[str, str]], device: torch.device
 ) -> Iterator[PackedWeight]:
     """Yield weights in order; on a CPU the next ones are read and packed beside, a few at a time."""
-    if device.type != "cpu":
+    if device.type != "cpu" or threads.threads() == 1:
         yield from (read(stored, name) for stored, name in names)
         return
     with threads.one_thread_each(), ThreadPoolExecutor(min(LOADERS, threads.threads())) as pool:

@@ -113,8 +113,13 @@ def _rounded(weight: Tensor, scheme: Scheme, forget: Callable[[], None] | None) 
         zeros[rows] = asymmetric
         codes[rows] = affine.quantize(part, scales[rows], zeros[rows], scheme)
 
-    with threads.one_thread_each(), ThreadPoolExecutor(min(ROUNDERS, threads.threads())) as workers:
-        list(workers.map(piece, range(0, weight.shape[0], ROWS)))
+    pieces, several = range(0, weight.shape[0], ROWS), min(ROUNDERS, threads.threads())
+    if several == 1:
+        for start in pieces:
+            piece(start)
+    else:
+        with threads.one_thread_each(), ThreadPoolExecutor(several) as workers:
+            list(workers.map(piece, pieces))
     return QuantTensor(codes, scales, zeros, scheme)
 
 
