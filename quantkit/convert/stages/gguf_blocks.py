@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms.gptq import Loops, proxy_loss
-from quantkit.algorithms.kquant import joined, kquant, kquant_feedback
+from quantkit.algorithms.kquant import joined, kquant
+from quantkit.algorithms.kquant_feedback import kquant_feedback
 from quantkit.checkpoint.source import all_finite
 from quantkit.checkpoint.writer import tensor_sha256
 from quantkit.convert.options.options import ConvertOptions

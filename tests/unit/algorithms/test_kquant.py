@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.kquant import kquant, kquant_feedback
+from quantkit.algorithms.kquant import kquant
+from quantkit.algorithms.kquant_feedback import kquant_feedback
 from quantkit.core.blocks import KINDS, BlockCodes
 from quantkit.formats.gguf_blocks import encode
 
