@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quantkit.core.compiled import offer
@@ -19,13 +20,14 @@ if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _ranges() -> Any:
+def _compiled(part: str) -> Any:
     from quantkit.runtime.kernels.numba import threads
 
-    return threads.compiled("ranges") if threads.available() else None
+    return threads.compiled(part) if threads.available() else None
 
 
-offer("ranges", _ranges)
+offer("ranges", partial(_compiled, "ranges"))
+offer("kquant", partial(_compiled, "kquant"))
 
 __all__ = ["QuantTensor", "Scheme", "__version__", "convert", "evaluate", "load"]
 

@@ -9,15 +9,20 @@ whatever has the smaller weighted squared error, block by block, so that no step
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.core import compiled
+from quantkit.core.affine import group_sum
 from quantkit.core.blocks import BlockCodes, BlockKind, combined
 from quantkit.core.interrupt import raise_if_interrupted
 
 RANGES = 20  # tried for each stretch of weights that shares a scale
+QUICK_RANGES = 4
 SMALLEST_RANGE = 0.55  # of the whole range: below it too much is cut off, at 2 bits even less is never best
 REFITS = 3  # of codes to a scale, and of the scale to codes, in turn
 SWEEPS = 2  # over d, dmin and the neighbours of the integers
@@ -26,11 +31,12 @@ LEAST_SHARE = 1e-4  # of the mean importance that every input keeps: a block of 
 TINY = 1e-30  # below every weight: a divisor that is never zero
 
 
-def kquant(weight: Tensor, kind: BlockKind, importance: Tensor | None = None) -> BlockCodes:
+def kquant(weight: Tensor, kind: BlockKind, importance: Tensor | None = None, *, quick: bool = False) -> BlockCodes:
     """Round a weight to the nearest codes of searched scales.
 
     weight: float ``[out, in]``; ``in`` is a multiple of ``kind.width``.
     importance: not negative, ``[in]``: the mean square of each input, say; None: all count the same.
+    quick: try few ranges, and no neighbours of integers: a first impression of what the kind costs.
     Returns codes, scales and minima on the weight's device.
     """
     gain = weighting(importance, weight)
@@ -38,7 +44,7 @@ def kquant(weight: Tensor, kind: BlockKind, importance: Tensor | None = None) ->
     parts = []
     for rows in weight.split(step):
         raise_if_interrupted()
-        parts.append(_solve(rows.float().contiguous(), gain.expand(len(rows), -1), kind))
+        parts.append(_solve(rows.float().contiguous(), gain.expand(len(rows), -1), kind, quick))
     return joined(parts)
 
 
@@ -56,14 +62,15 @@ def joined(parts: list[BlockCodes], dim: int = 0) -> BlockCodes:
     return combined(parts, lambda *values: torch.cat(values, dim=dim))
 
 
-def _solve(weight: Tensor, gain: Tensor, kind: BlockKind) -> BlockCodes:
+def _solve(weight: Tensor, gain: Tensor, kind: BlockKind, quick: bool) -> BlockCodes:
     """Choose everything for some rows. weight, gain: float32 ``[rows, in]``."""
     x, w = (t.reshape(-1, kind.sub) for t in (weight, gain))
     if kind.exponent:
         return _powers(x, w, kind, len(weight))
-    found = _ranged(x, w, kind) if kind.minima else _centred(x, w, kind)
+    ranges = QUICK_RANGES if quick else RANGES
+    found = _ranged(x, w, kind, ranges) if kind.minima else _centred(x, w, kind, ranges)
     if kind.scale_bits:
-        return _integers(found, x, w, kind, len(weight))
+        return _integers(found, x, w, kind, len(weight), 0 if quick else SWEEPS)
     d, low = found.step.half(), None if found.low is None else (-found.low).half()
     codes = nearest(x, d.float()[:, None], None if low is None else -low.float()[:, None], kind)
     rows = len(weight)
@@ -119,50 +126,67 @@ def _error(x: Tensor, w: Tensor, step: Tensor, low: Tensor | None, kind: BlockKi
     lost = x - step[:, None] * q
     if low is not None:
         lost = lost + low[:, None]
-    return (lost.square_() * w).sum(-1), q
+    return group_sum(lost.square_() * w), q
 
 
-def _ranged(x: Tensor, w: Tensor, kind: BlockKind) -> _Found:
+def _errors(x: Tensor, w: Tensor, step: Tensor, low: Tensor | None, kind: BlockKind) -> Tensor:
+    """Return the weighted squared error of each stretch."""
+    twin = _twin(x)
+    return _error(x, w, step, low, kind)[0] if twin is None else twin.errors(x, w, step, low, kind)
+
+
+def _ranged(x: Tensor, w: Tensor, kind: BlockKind, ranges: int) -> _Found:
     """Search scale and minimum of kinds with minima: ranges shrunk at both ends or at one, each fitted to its codes."""
+    candidates = [(1.0, 1.0)]
+    for share in _shares(ranges)[1:]:
+        candidates += [(share, share), (1.0, share), (share, 1.0)]
+    twin = _twin(x)
+    if twin is not None:
+        return _Found(*twin.search(x, w, candidates, REFITS, kind))
     lowest, highest = x.amin(-1), x.amax(-1)
     if kind.scale_bits:
         lowest = lowest.clamp(max=0)  # what is subtracted is a product of numbers that are not negative
+    starts = (
+        (((highest * right - lowest * left) / kind.top).clamp(min=0), -lowest * left) for left, right in candidates
+    )
+    return _best_of(x, w, starts, kind)
+
+
+def _centred(x: Tensor, w: Tensor, kind: BlockKind, ranges: int) -> _Found:
+    """Search the scale of kinds without minima; it may be negative, for codes reach further on one side."""
+    ends = (min(kind.table), max(kind.table)) if kind.table else (-kind.offset, kind.top - kind.offset)
+    shares = _shares(ranges // 2 if kind.bits < 8 else 4)
+    candidates = [(share, float(end)) for end in ends for share in shares]
+    twin = _twin(x)
+    if twin is not None:
+        step, _, error = twin.search(x, w, candidates, REFITS, kind)
+        return _Found(step, None, error)
+    signed = torch.where(x.amax(-1) >= -x.amin(-1), 1.0, -1.0) * x.abs().amax(-1)
+    return _best_of(x, w, ((signed * share / end, None) for share, end in candidates), kind)
+
+
+def _best_of(x: Tensor, w: Tensor, starts: Iterable[tuple[Tensor, Tensor | None]], kind: BlockKind) -> _Found:
+    """Fit each of the starts to its codes, and the best of them once more."""
     best: _Found | None = None
-    for share in _shares(RANGES):
-        for left, right in ((share, share), (1.0, share), (share, 1.0)) if share < 1 else ((1.0, 1.0),):
-            step, low = (highest * right - lowest * left) / kind.top, -lowest * left
-            found = _refit(x, w, step.clamp(min=0), low, kind, 1)
-            if best is None:
-                best = found
-            else:
-                best.take(found.error < best.error, found)
+    for step, low in starts:
+        found = _refit(x, w, step, low, kind, 1)
+        if best is None:
+            best = found
+        else:
+            best.take(found.error < best.error, found)
     assert best is not None
     again = _refit(x, w, best.step, best.low, kind, REFITS)
     best.take(again.error < best.error, again)
     return best
 
 
-def _centred(x: Tensor, w: Tensor, kind: BlockKind) -> _Found:
-    """Search the scale of kinds without minima; it may be negative, for codes reach further on one side."""
-    largest = x.abs().amax(-1)
-    sign = torch.where(x.amax(-1) >= -x.amin(-1), 1.0, -1.0)
-    ends = (min(kind.table), max(kind.table)) if kind.table else (-kind.offset, kind.top - kind.offset)
-    best: _Found | None = None
-    shares = _shares(RANGES // 2 if kind.bits < 8 else 4)
-    for end in ends:
-        for share in shares:
-            found = _refit(x, w, sign * largest * share / end, None, kind, 1)
-            if best is None:
-                best = found
-            else:
-                best.take(found.error < best.error, found)
-    assert best is not None
-    again = _refit(x, w, best.step, None, kind, REFITS)
-    best.take(again.error < best.error, again)
-    return best
+def _twin(x: Tensor) -> Any:
+    """Return the compiled passes over weights (``runtime.kernels.numba.kquant``), None where there are none."""
+    return compiled.twin("kquant") if x.device.type == "cpu" else None
 
 
 def _shares(count: int) -> list[float]:
+    """Return shares of a range, from all of it down to the smallest."""
     return [1 - (1 - SMALLEST_RANGE) * i / (count - 1) for i in range(count)]
 
 
@@ -179,14 +203,14 @@ def _refit(x: Tensor, w: Tensor, step: Tensor, low: Tensor | None, kind: BlockKi
 
 
 def _one_scale(x: Tensor, w: Tensor, q: Tensor) -> Tensor:
-    return (w * x * q).sum(-1) / (w * q * q).sum(-1).clamp(min=TINY)
+    return group_sum(w * x * q) / group_sum(w * q * q).clamp(min=TINY)
 
 
 def _least_squares(x: Tensor, w: Tensor, q: Tensor, kind: BlockKind) -> tuple[Tensor, Tensor]:
     """Return the step and the minimum that fit ``step * q - low`` to x best; not below 0 in blocks of 256."""
     weighted = w * q
-    total, first, second = w.sum(-1), weighted.sum(-1), (weighted * q).sum(-1)
-    mean, product = (w * x).sum(-1), (weighted * x).sum(-1)
+    second, product = group_sum(weighted * q), group_sum(weighted * x)
+    total, mean, first = group_sum(w.clone()), group_sum(w * x), group_sum(weighted)
     divisor = total * second - first * first
     step = torch.where(divisor > TINY, (total * product - first * mean) / divisor.clamp(min=TINY), 0.0)
     low = torch.where(divisor > TINY, (first * product - second * mean) / divisor.clamp(min=TINY), -mean / total)
@@ -204,7 +228,7 @@ def _powers(x: Tensor, w: Tensor, kind: BlockKind, rows: int) -> BlockCodes:
     best: tuple[Tensor, Tensor] | None = None
     for shift in (0, 1, -1):
         power = (base + shift).clamp(-126, 125)
-        error, _ = _error(x, w, torch.exp2(power), None, kind)
+        error = _errors(x, w, torch.exp2(power), None, kind)
         if best is None:
             best = power, error
         else:
@@ -234,19 +258,19 @@ class _Block:
         return None if self.dmin is None or self.minima is None else (self.dmin[:, None] * self.minima).flatten()
 
 
-def _integers(found: _Found, x: Tensor, w: Tensor, kind: BlockKind, rows: int) -> BlockCodes:
+def _integers(found: _Found, x: Tensor, w: Tensor, kind: BlockKind, rows: int, sweeps: int) -> BlockCodes:
     """Round scales and minima of stretches to integers times d and dmin of their block."""
     per = kind.width // kind.sub
     wide = found.step.reshape(-1, per)
     _, q = _error(x, w, found.step, found.low, kind)
-    heavy = (w * q * q).sum(-1).reshape(-1, per)
+    heavy = group_sum(w * q * q).reshape(-1, per)
     d, scales = _rounded(wide, heavy, kind.scale_range)
     if found.low is None:
         block = _Block(d, scales, None, None)
     else:
-        dmin, minima = _rounded(found.low.reshape(-1, per), w.sum(-1).reshape(-1, per), kind.scale_range)
+        dmin, minima = _rounded(found.low.reshape(-1, per), group_sum(w.clone()).reshape(-1, per), kind.scale_range)
         block = _Block(d, scales, dmin, minima)
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         block = _better(block, _fit_factors(block, x, w, kind), x, w, kind)
         block = _neighbours(block, x, w, kind)
     block = _better(block, _fit_factors(block, x, w, kind), x, w, kind)
@@ -270,7 +294,7 @@ def _rounded(values: Tensor, heavy: Tensor, bounds: tuple[int, int]) -> tuple[Te
         for shrink in range(8):
             d = (extreme / (end * (1 - shrink / 32))).half().float()
             ints = torch.round(values / torch.where(d == 0, 1.0, d)[:, None]).clamp(lowest, highest)
-            error = ((values - d[:, None] * ints).square() * heavy).sum(-1)
+            error = group_sum((values - d[:, None] * ints).square() * heavy)
             if best is None:
                 best = d, ints, error
             else:
@@ -285,13 +309,12 @@ def _rounded(values: Tensor, heavy: Tensor, bounds: tuple[int, int]) -> tuple[Te
 
 def _block_error(block: _Block, x: Tensor, w: Tensor, kind: BlockKind) -> Tensor:
     """Return the error of each stretch: float32 ``[blocks, stretches]``."""
-    error, _ = _error(x, w, block.step(), block.low(), kind)
-    return error.reshape(len(block.d), -1)
+    return _errors(x, w, block.step(), block.low(), kind).reshape(len(block.d), -1)
 
 
 def _better(block: _Block, other: _Block, x: Tensor, w: Tensor, kind: BlockKind) -> _Block:
     """Return the better of two, block by block."""
-    wins = _block_error(other, x, w, kind).sum(-1) < _block_error(block, x, w, kind).sum(-1)
+    wins = group_sum(_block_error(other, x, w, kind)) < group_sum(_block_error(block, x, w, kind))
 
     def pick(new: Tensor | None, old: Tensor | None) -> Tensor | None:
         return None if new is None or old is None else torch.where(wins if new.dim() == 1 else wins[:, None], new, old)
@@ -304,22 +327,39 @@ def _better(block: _Block, other: _Block, x: Tensor, w: Tensor, kind: BlockKind)
 
 def _fit_factors(block: _Block, x: Tensor, w: Tensor, kind: BlockKind) -> _Block:
     """Fit d and dmin to codes and integers by weighted least squares over the whole block."""
-    _, q = _error(x, w, block.step(), block.low(), kind)
-    a = (block.scales.flatten()[:, None] * q).reshape(len(block.d), -1)
-    wide, heavy = x.reshape(len(block.d), -1), w.reshape(len(block.d), -1)
-    aa, ax = (heavy * a * a).sum(-1), (heavy * a * wide).sum(-1)
+    twin = _twin(x)
+    sums = _block_sums if twin is None else twin.block_sums
+    found = sums(x, w, block.step(), block.low(), block.scales, block.minima, kind)
+    aa, ax = found[0], found[1]
     if block.minima is None:
         d = torch.where(aa > TINY, ax / aa.clamp(min=TINY), block.d)
         return _Block(d.half().float(), block.scales, None, None)
     assert block.dmin is not None
-    b = block.minima.repeat_interleave(kind.sub, dim=1)
-    ab, bb, bx = (heavy * a * b).sum(-1), (heavy * b * b).sum(-1), (heavy * b * wide).sum(-1)
+    ab, bb, bx = found[2], found[3], found[4]
     divisor = aa * bb - ab * ab
     sound = divisor > 1e-6 * aa * bb  # else one of the two says nothing of its own
     safe = torch.where(sound, divisor, 1.0)
     d = torch.where(sound, (bb * ax - ab * bx) / safe, block.d)
     dmin = torch.where(sound, (ab * ax - aa * bx) / safe, block.dmin)
     return _Block(d.half().float(), block.scales, dmin.half().float(), block.minima)
+
+
+def _block_sums(
+    x: Tensor, w: Tensor, step: Tensor, low: Tensor | None, scales: Tensor, minima: Tensor | None, kind: BlockKind
+) -> list[Tensor]:
+    """Return the sums over each block that its factors are fitted with.
+
+    They are those of aa, ax, ab, bb and bx (the first two without minima), a the integer scale times the level of the
+    nearest code, b the integer minimum, weighted.
+    """
+    _, q = _error(x, w, step, low, kind)
+    a = (scales.flatten()[:, None] * q).reshape(len(scales), -1)
+    wide, heavy = x.reshape(len(scales), -1), w.reshape(len(scales), -1)
+    sums = [group_sum(heavy * a * a), group_sum(heavy * a * wide)]
+    if minima is None:
+        return sums
+    b = minima.repeat_interleave(kind.sub, dim=1)
+    return [*sums, group_sum(heavy * a * b), group_sum(heavy * b * b), group_sum(heavy * b * wide)]
 
 
 def _neighbours(block: _Block, x: Tensor, w: Tensor, kind: BlockKind) -> _Block:

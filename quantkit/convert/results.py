@@ -12,8 +12,12 @@ from quantkit.algorithms.guide import Guide
 from quantkit.algorithms.kv import LayerRanges
 from quantkit.checkpoint.storage.record import POSITIVE, Either
 from quantkit.checkpoint.writer import tensor_sha256
+from quantkit.core.blocks import BlockKind
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
+
+Way = Scheme | BlockKind | None
+"""How a weight may be rounded: by a scheme, to a block format of a GGUF file, or not at all."""
 
 
 @dataclass
@@ -174,12 +178,12 @@ class Unit:
 
     members: module names of the skeleton.
     kind: "linear", or one of ``targets.HEAD_EMBEDDINGS``.
-    options: schemes it may get, None for 16 bit.
+    options: schemes it may get, or block formats of a GGUF file; None for 16 bit.
     """
 
     members: tuple[str, ...]
     kind: str
-    options: tuple[Scheme | None, ...]
+    options: tuple[Way, ...]
 
 
 @dataclass(frozen=True, slots=True)

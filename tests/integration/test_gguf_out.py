@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import quantkit
 from quantkit.checkpoint import tokenizer
 from quantkit.checkpoint.gguf_files.header import read_header
 from quantkit.checkpoint.gguf_files.imatrix import read_imatrix
+from quantkit.checkpoint.gguf_files.out_names import Names
 from quantkit.checkpoint.gguf_files.source import GGUFSource
 from quantkit.checkpoint.gguf_files.vocabulary import rebuild
 from quantkit.checkpoint.source import FolderSource
@@ -182,3 +184,40 @@ def test_a_tokenizer_that_gguf_cannot_say_is_refused_by_the_plan(tiny_model: Pat
     )  # fmt: skip
     assert done.exit_code != 0
     assert "takes about" not in done.output
+
+
+SIZED: list[dict[str, Any]] = [
+    dict(method="rtn", target_bpw=6.2),
+    dict(method="gptq", target_bpw=5.4),
+    dict(method="kquant", target_bpw=7.0),
+    dict(preset="balanced", target_bpw=6.5),
+]
+
+
+@pytest.mark.parametrize("options", SIZED, ids=lambda o: o.get("method", "balanced"))
+def test_types_within_a_size_are_chosen_by_tensor_and_counted_to_the_byte(
+    options: dict[str, Any], tiny_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    report = quantkit.convert(tiny_model, tmp_path / "out", format="gguf", **options, **text_options(calibration_text))
+    header = read_header(only_file(tmp_path / "out"))
+    assert "general.file_type" not in header.metadata  # llama.cpp then tells from the tensors
+    found = report.allocation
+    sizes = {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[t.kind]] for name, t in header.tensors.items()}
+    counted = sum(prod(t.shape) // sizes[name][0] * sizes[name][1] for name, t in header.tensors.items())
+    assert counted == found["bytes"] <= found["budget_bytes"]
+    assert 0.95 * options["target_bpw"] < found["model_bits_per_weight"] <= options["target_bpw"]
+    names = Names(json.loads((tmp_path / "out" / "config.json").read_text()))
+    for row in found["groups"]:
+        assert {header.tensors[names.place(f"{name}.weight").name].kind for name in row["names"]} == {row["scheme"]}
+    assert len({row["scheme"] for row in found["groups"]}) > 1
+    quantkit.load(tmp_path / "out", device="cpu")(torch.arange(5, 37)[None])
+
+
+def test_a_type_and_a_size_contradict_each_other(tiny_model: Path, tmp_path: Path) -> None:
+    for more, words in (
+        (dict(gguf_type="q4_k_m", target_bpw=5), "the size decides which type each tensor gets"),
+        (dict(gguf_type="mixed"), "for which size"),
+        (dict(target_bpw=2), "the least that is possible here is --target-bpw 4"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            quantkit.convert(tiny_model, tmp_path / "out", format="gguf", method="rtn", **more)

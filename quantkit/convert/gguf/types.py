@@ -14,14 +14,16 @@ from quantkit.core.blocks import KINDS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
+MIXED = "mixed"  # what --target-bpw chooses; the formats here are provisional, the file says no type
 # name -> (number of general.file_type, format of most tensors)
-MIXES: dict[str, tuple[int, str]] = {
+MIXES: dict[str, tuple[int | None, str]] = {
     "f32": (0, "F32"), "f16": (1, "F16"), "bf16": (32, "BF16"), "q8_0": (7, "Q8_0"), "q6_k": (18, "Q6_K"),
     "q5_k_m": (17, "Q5_K"), "q5_k_s": (16, "Q5_K"), "q5_1": (9, "Q5_1"), "q5_0": (8, "Q5_0"),
     "q4_k_m": (15, "Q4_K"), "q4_k_s": (14, "Q4_K"), "q4_1": (3, "Q4_1"), "q4_0": (2, "Q4_0"),
     "iq4_nl": (25, "IQ4_NL"), "mxfp4": (38, "MXFP4"), "q3_k_l": (13, "Q3_K"), "q3_k_m": (12, "Q3_K"),
-    "q3_k_s": (11, "Q3_K"), "q2_k": (10, "Q2_K"),
+    "q3_k_s": (11, "Q3_K"), "q2_k": (10, "Q2_K"), MIXED: (None, "Q4_K"),
 }  # fmt: skip
+NAMED = tuple(name for name in MIXES if name != MIXED)
 FLOATS = ("F32", "F16", "BF16")
 SYNONYMS = {"q4_k": "q4_k_m", "q5_k": "q5_k_m", "q3_k": "q3_k_m", "fp16": "f16", "fp32": "f32", "mxfp4_moe": "mxfp4"}
 # what takes a format's place in rows that its blocks of 256 do not divide
@@ -37,7 +39,7 @@ def mix_name(text: str) -> str:
     name = str(text).lower().replace("-", "_")
     name = SYNONYMS.get(name, name)
     if name not in MIXES:
-        raise RequestError(f"--gguf-type {text}: no such type. Types: {', '.join(MIXES)}.")
+        raise RequestError(f"--gguf-type {text}: no such type. Types: {', '.join(NAMED)}.")
     return name
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.algorithms import OF_BLOCKS
-from quantkit.convert.gguf.types import FLOATS, MIXES, mix_name
+from quantkit.convert.gguf.types import FLOATS, MIXED, MIXES, NAMED, mix_name
 from quantkit.errors import RequestError
 
 Options = Any
@@ -31,8 +31,18 @@ def check_gguf(options: Options) -> None:
             )
         return
     if options.gguf_type is None:
-        raise RequestError(f"--format gguf: which type? Add --gguf-type q4_k_m, or one of: {', '.join(MIXES)}.")
+        raise RequestError(
+            f"--format gguf: which type? Add --gguf-type q4_k_m, or one of: {', '.join(NAMED)}; or a size, from which"
+            " types follow: --target-bpw 4.5."
+        )
     object.__setattr__(options, "gguf_type", mix_name(options.gguf_type))
+    if options.allocates != (options.gguf_type == MIXED):
+        raise RequestError(
+            f"--gguf-type {options.gguf_type} with {options.target}: the size decides which type each tensor gets."
+            " Leave one of them out."
+            if options.allocates
+            else "--gguf-type mixed: for which size? Add --target-bpw 4.5, or name a type such as q4_k_m."
+        )
     if options.method not in OF_BLOCKS:
         preset = "" if options.preset is None else f" (preset {options.preset})"
         raise RequestError(
@@ -63,7 +73,6 @@ def _refuse_others(options: Options) -> None:
         " and --cache-type-v when it runs": options.cache.wanted,
         "--activations: llama.cpp rounds activations its own way": options.activations is not None,
         "--rule: chooses integer schemes, and GGUF's tensors have block formats": bool(options.rules),
-        "--target-bpw, --target-size: choosing GGUF types within a size has not landed": options.allocates,
         "--distil: learns scales of integer schemes": bool(options.distil),
         "--quantize-mtp: layers that predict further tokens are not written as GGUF": options.quantize_mtp,
         "--gptaq: its blocks do not follow the original model's inputs": options.gptaq,
@@ -86,8 +95,11 @@ def apply_gguf(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises RequestError for a method beside a type that rounds to no codes.
     """
-    if given.get("format") != "gguf" or given.get("gguf_type") is None:
+    if given.get("format") != "gguf":
         return {}
+    if given.get("gguf_type") is None:
+        sized = given.get("target_bpw") is not None or given.get("target_size") is not None
+        return {"gguf_type": MIXED} | _searched(given) if sized else {}
     if MIXES[mix_name(given["gguf_type"])][1] in FLOATS:
         if given.get("method", "rtn") != "rtn":
             raise RequestError(
@@ -95,6 +107,10 @@ def apply_gguf(given: Mapping[str, Any]) -> dict[str, Any]:
                 " it out."
             )
         return {"method": "rtn"}
+    return _searched(given)
+
+
+def _searched(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"method": "kquant"} if given.get("imatrix") is not None and "method" not in given else {}
 
 

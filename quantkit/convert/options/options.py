@@ -220,9 +220,9 @@ class ConvertOptions:
     @property
     def scheme_words(self) -> str:
         """What was asked for, for people: a scheme, a size, a GGUF type."""
-        if self.gguf_type is not None:
-            return self.gguf_type.upper()
-        return self.target if self.allocates else self.base_scheme.describe()
+        if self.allocates:
+            return self.target
+        return self.base_scheme.describe() if self.gguf_type is None else self.gguf_type.upper()
 
     @property
     def method_options(self) -> dict[str, Any]:

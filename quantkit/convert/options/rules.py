@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from quantkit.core.blocks import BlockKind
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
@@ -212,9 +213,11 @@ def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:
     return f"--rule {rule.text!r}: matches no module of this model. {known}."
 
 
-def scheme_words(scheme: Scheme | None) -> str:
-    """Name the scheme of a weight: ``W4 g64 asym``, or ``16 bit`` for None."""
-    return "16 bit" if scheme is None else scheme.describe()
+def scheme_words(scheme: Scheme | BlockKind | None) -> str:
+    """Name the scheme of a weight: ``W4 g64 asym``, ``Q4_K``, or ``16 bit`` for None."""
+    if scheme is None:
+        return "16 bit"
+    return scheme.name if isinstance(scheme, BlockKind) else scheme.describe()
 
 
 def split_fused(schemes: Mapping[str, Scheme | None]) -> list[str]:

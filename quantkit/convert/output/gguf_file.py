@@ -151,10 +151,12 @@ def _general(plan: Plan, mix: str) -> dict[str, Field]:
     if plan.source.path.is_file():
         known = read_metadata(plan.source.path)
         fields |= {key: ("STRING", known[key]) for key in KEPT if isinstance(known.get(key), str) and known[key]}
+    number = MIXES[mix][0]
+    if number is not None:  # else readers tell from the tensors
+        fields["general.file_type"] = ("UINT32", number)
     return fields | {
         "general.quantized_by": ("STRING", "quantkit"),
         "general.quantization_version": ("UINT32", QUANTIZATION_VERSION),
-        "general.file_type": ("UINT32", MIXES[mix][0]),
     }
 
 

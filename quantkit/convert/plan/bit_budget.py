@@ -15,16 +15,17 @@ from typing import Any
 import torch
 
 from quantkit.algorithms.allocate import Choices, Option
+from quantkit.convert.gguf.choices import by_tensor, possible_kinds
+from quantkit.convert.gguf.types import alike
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.presets import AUTO
 from quantkit.convert.options.rules import fused_groups
 from quantkit.convert.plan.mtp_layers import matrices_without_module
 from quantkit.convert.plan.targets import Target, Targets, second_copy
-from quantkit.convert.results import TOKENS, WINDOWS, Unit
-from quantkit.core.blocks import block_kind
+from quantkit.convert.results import TOKENS, WINDOWS, Unit, Way
+from quantkit.core.blocks import BlockKind, block_kind
 from quantkit.core.host import size_text
 from quantkit.core.kvscheme import SCALE_NAMES, KVPlan, LayerScales
-from quantkit.core.scheme import Scheme
 from quantkit.formats.interface import Format
 from quantkit.formats.kv_scales import kv_plan_bytes
 from quantkit.model.attention_shape import cached_kv_heads, head_dim
@@ -173,8 +174,9 @@ def plan_bit_budget(
     budget = options.target_size if options.target_bpw is None else int(options.target_bpw * parameters / 8 + 1e-6)
     assert isinstance(budget, int)
     units, costs = [], []
-    for members in _groups(form, targets):
-        choices = _choices(options, form, weights, members)
+    blocks = options.gguf_type is not None
+    for members in _tensors(weights, targets) if blocks else _groups(form, targets):
+        choices = _block_choices(members) if blocks else _choices(options, form, weights, members)
         if not choices:
             targets.problems.append(
                 f"{members[0][1].name}: {form.name} can hold it in none of the schemes that {options.target} chooses"
@@ -223,6 +225,19 @@ def _groups(form: Format, targets: Targets) -> list[list[tuple[str, Target]]]:
     return list(groups.values())
 
 
+def _tensors(weights: Weights, targets: Targets) -> list[list[tuple[str, Target]]]:
+    """Group the free weights by the tensor of a GGUF file that holds them."""
+    found = by_tensor(weights, {name: targets.chosen[name].name for name in targets.free})
+    return [[(name, targets.chosen[name]) for name in members] for members in found.values()]
+
+
+def _block_choices(members: Sequence[tuple[str, Target]]) -> list[tuple[Way, int]]:
+    """Return the block formats that a tensor of a GGUF file can have, and their bytes."""
+    rows = sum(target.out_features for _, target in members)
+    width = members[0][1].in_features
+    return [(kind, rows * kind.row_bytes(width)) for kind in possible_kinds(width)]
+
+
 def _keys(name: str) -> list[str]:
     """Return the keys of the fused groups to which a linear belongs."""
     return [f"{owner} {pattern}" for owner, pattern in fused_groups(name)]
@@ -241,9 +256,9 @@ def _askable(size: int, up: bool) -> str:
 
 def _choices(
     options: ConvertOptions, form: Format, weights: Weights, members: Sequence[tuple[str, Target]]
-) -> list[tuple[Scheme | None, int]]:
+) -> list[tuple[Way, int]]:
     """Return the schemes that all members of a group can have, and their bytes; for head and embeddings also 16 bit."""
-    costs: dict[Scheme | None, int] = {}
+    costs: dict[Way, int] = {}
     for bits in BITS:
         sizes: Any = SIZES.get(bits, USUAL_SIZES) if options.group_size == AUTO else (options.group_size,)
         for size in sizes:
@@ -283,14 +298,14 @@ def kept_bytes(weights: Weights, target: Target) -> int:
     return sum(weights.source.info(name).nbytes for name in names if name is not None)
 
 
-def chosen_targets(
-    targets: Mapping[str, Target], units: Sequence[Unit], schemes: Sequence[Scheme | None]
-) -> dict[str, Target]:
+def chosen_targets(targets: Mapping[str, Target], units: Sequence[Unit], schemes: Sequence[Way]) -> dict[str, Target]:
     """Return the targets with the schemes that were chosen, without the weights that stay at 16 bit."""
     decided = {name: scheme for unit, scheme in zip(units, schemes, strict=True) for name in unit.members}
     chosen = {}
     for name, target in targets.items():
         scheme = decided.get(name, target.scheme)
-        if scheme is not None:
+        if isinstance(scheme, BlockKind):
+            chosen[name] = replace(target, scheme=alike(scheme.name), blocks=scheme.name, fallback=None)
+        elif scheme is not None:
             chosen[name] = replace(target, scheme=scheme)
     return chosen

@@ -16,6 +16,12 @@ def load_searches(device: torch.device) -> None:
         threads.compiled("ranges").load()
 
 
+def load_block_search(device: torch.device) -> None:
+    """Load the compiled search for GGUF's block formats, where its library is installed."""
+    if device.type == "cpu" and threads.available():
+        threads.compiled("kquant").load()
+
+
 def column_loops(device: torch.device) -> Loops:
     """Return the column loops for ``device``: compiled kernels where their library is installed, else torch's.
 

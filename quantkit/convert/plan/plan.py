@@ -17,13 +17,14 @@ from quantkit.calibrate.matmul_precision import choose_precision
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.convert.gguf.choices import float_bytes
 from quantkit.convert.gguf.names import check_gguf_vocabulary
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan import self_calibration
 from quantkit.convert.plan.bit_budget import BitBudget, cache_bytes, plan_bit_budget
 from quantkit.convert.plan.calibration_text import read_inputs, too_few_tokens, unread_text, unused_windows
 from quantkit.convert.plan.carried import carried
-from quantkit.convert.plan.column_loops import column_loops, load_searches
+from quantkit.convert.plan.column_loops import column_loops, load_block_search, load_searches
 from quantkit.convert.plan.duration import Work, count_work, measure_speed
 from quantkit.convert.plan.inputs import Inputs
 from quantkit.convert.plan.memory import Prediction, check_device, predict
@@ -159,6 +160,8 @@ def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
     budget = _bit_budget(options, form, weights, chosen, unquantized, rewritten)
     problems += _untunable(options, blocks)
     load_searches(device)
+    if options.gguf_type is not None:
+        load_block_search(device)
     loops = column_loops(device) if options.method in ("gptq", "tune") else Loops()  # in memory from here on
     prediction = _predict(options, form, weights, blocks, chosen.chosen, unquantized, rewritten, inputs, budget, device)
     spares = "--no-guided" if options.guided and budget is None else ""
@@ -199,6 +202,10 @@ def _bit_budget(
     rewritten: tuple[str, ...],
 ) -> BitBudget | None:
     """Return the bit budget, None if no size was asked for."""
+    if options.gguf_type is not None:
+        return plan_bit_budget(
+            options, form, weights, chosen, float_bytes(weights, (target.name for target in chosen.chosen.values()))
+        )
     fixed = plain_bytes(weights, unquantized.copied, [*unquantized.extracted, *rewritten])
     return plan_bit_budget(options, form, weights, chosen, fixed + cache_bytes(options, form, weights.model))
 

@@ -157,6 +157,8 @@ def _block_formats(options: ConvertOptions, mix: str, blocks: Blocks, weights: W
         targets.chosen[module] = Target(
             stored, f"{module}.weight", rows, width, scheme, kind, chosen.kind, chosen.fallback
         )
+    if options.allocates:
+        targets.free = list(targets.chosen)
     if options.imatrix is not None:
         linears = [(target.name, target.in_features) for target in targets.chosen.values() if target.kind == "linear"]
         targets.warnings += check_importance(Path(options.imatrix), weights, linears)

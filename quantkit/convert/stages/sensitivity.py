@@ -18,14 +18,17 @@ from torch import Tensor
 
 from quantkit.algorithms.awq import rough_factors
 from quantkit.algorithms.guide import Guide, fit_guide
+from quantkit.algorithms.kquant import kquant
 from quantkit.calibrate import sensitivity
 from quantkit.calibrate.gradients import listening
 from quantkit.checkpoint.writer import disk
-from quantkit.convert.results import TOKENS, WINDOWS, Measured, Unit
+from quantkit.convert.gguf.types import alike
+from quantkit.convert.results import TOKENS, WINDOWS, Measured, Unit, Way
 from quantkit.convert.stages.device import release_memory
 from quantkit.convert.stages.embed import SHORT
 from quantkit.convert.stages.loaded_block import loaded
 from quantkit.core import affine
+from quantkit.core.blocks import BlockKind
 from quantkit.core.host import OnStep
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
@@ -236,7 +239,7 @@ class SensitivityPass:
         accepted = find_folds(self.blocks.modules[index], state, call, shared).accepted
         return {name: channels for fold in accepted for name, channels in fold.consumers.items()}
 
-    def _rounding(self, scheme: Scheme | None) -> sensitivity.Rounding:
+    def _rounding(self, scheme: Way) -> sensitivity.Rounding:
         return partial(rounded, scheme=scheme, search=self.search)
 
     @torch.no_grad()
@@ -254,7 +257,7 @@ class SensitivityPass:
             costs = [cost + other for cost, other in zip(costs, more, strict=True)]
         return costs
 
-    def _embedding(self, weight: Tensor, options: Sequence[Scheme | None], gradients: Sequence[Tensor]) -> list[float]:
+    def _embedding(self, weight: Tensor, options: Sequence[Way], gradients: Sequence[Tensor]) -> list[float]:
         """Measure the sensitivity of embeddings for each option, in nats per token.
 
         The rows that the windows look up are rounded, the change of the states in front of the first block is taken,
@@ -293,20 +296,23 @@ def _factors(
 
 def _middle(unit: Unit) -> Scheme:
     """Return the option nearest to 4 bits, with the smallest groups, for which factors are found."""
-    schemes = [scheme for scheme in unit.options if scheme is not None]
+    known = [way for way in unit.options if way is not None]
+    schemes = [alike(way.name) if isinstance(way, BlockKind) else way for way in known]
     return min(schemes, key=lambda s: (abs(s.bits - 4), s.group_size or 1 << 30))
 
 
 @torch.no_grad()
-def rounded(weight: Tensor, scheme: Scheme | None, search: bool) -> Tensor:
+def rounded(weight: Tensor, scheme: Way, search: bool) -> Tensor:
     """Quantize and dequantize rows of a weight.
 
     weight: [rows, in].
-    scheme: how to round; None returns the weight as it is.
+    scheme: how to round; None returns the weight as it is. Scales of block formats are always searched.
     search: search ranges in few steps, else take minimum and maximum.
     """
     if scheme is None:
         return weight
+    if isinstance(scheme, BlockKind):
+        return kquant(weight, scheme, quick=True).dequantize()
     find = partial(affine.searched_params, steps=STEPS) if search else affine.minmax_params
     scale, zeros = find(weight, scheme)
     return affine.dequantize(affine.quantize(weight, scale, zeros, scheme), scale, zeros, scheme)
