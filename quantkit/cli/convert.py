@@ -116,7 +116,7 @@ class ConvertCommand(GroupedCommand):
     metavar="TYPE",
     help=(
         "With --format gguf: q4_k_m, q5_k_m, q6_k, q8_0, q4_0, f16, ...: block formats by tensor as llama.cpp mixes"
-        " them. Methods: gptq, kquant (scales weighed by importance), rtn."
+        " them; or leave it out and give --target-bpw. Methods: gptq, kquant (scales weighed by importance), rtn."
     ),
 )
 @grouped(
@@ -168,7 +168,8 @@ class ConvertCommand(GroupedCommand):
     metavar="BITS",
     help=(
         "Instead of --bits: bits and group size of each layer by measured sensitivity, at most so many bits per weight"
-        " of the whole model (all tensors counted; head and embeddings are quantized, too, where the format can)."
+        " of the whole model (all tensors counted; head and embeddings are quantized, too, where the format can). With"
+        " --format gguf: its block formats by tensor."
     ),
 )
 @grouped(
