@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from worker import Stopwatch, arguments, block_linears, finish, load_model, only_default_dtype, token_ids
 
-MIXES = {"f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q3_k_m": 12, "q4_k_s": 14, "q4_k_m": 15, "iq4_xs": 30}  # enum llama_ftype
+# enum llama_ftype
+MIXES = {"f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q3_k_m": 12, "q4_k_s": 14, "q4_k_m": 15, "iq4_xs": 30}
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "gemma3_text": gguf.MODEL_ARCH.GEMMA3}
 PACKAGE = Path(sys.prefix) / "node_modules" / "@node-llama-cpp" / "linux-x64"
 LIBRARIES = PACKAGE / "bins" / "linux-x64"
