@@ -26,6 +26,7 @@ from torch import Tensor
 from quantkit.core import affine
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding import scales as floats
 
 Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 """The linears' weights by name, inputs ``[1, tokens, hidden]`` -> the block's output, of the same shape.
@@ -165,14 +166,22 @@ def _step(
 
 
 class _Latent:
-    """The latent numbers of one linear, and the factors of its scales."""
+    """The latent numbers of one linear, and the factors of its scales.
+
+    A latent number of 3.4 rounds to the fourth code by value. Between floating-point numbers, which are not
+    equidistant, it is what linear interpolation says.
+    """
 
     def __init__(self, weight: Tensor, start: QuantTensor) -> None:
         self.start, self.scheme = start, start.scheme
-        width = weight.shape[1]
-        step = affine.expand_groups(start.scales.float(), width, self.scheme)
-        codes = start.codes.float()
-        self.origin = weight / step + self._offset()
+        step = affine.expand_groups(start.scales.float(), weight.shape[1], self.scheme)
+        self.numbers = None if self.scheme.number == "integer" else floats.ordered(self.scheme).to(weight.device)
+        if self.numbers is None:
+            codes = start.codes.float()
+            self.origin = weight / step + self._offset()
+        else:
+            codes = torch.searchsorted(self.numbers, affine.steps(start.codes, None, self.scheme)).float()
+            self.origin = _places(weight / step, self.numbers)
         self.origin = torch.minimum(torch.maximum(self.origin, codes - INSIDE), codes + INSIDE)
         self.shift = torch.zeros_like(self.origin)
         self.factor = torch.zeros_like(start.scales, dtype=torch.float32)  # logarithm
@@ -186,7 +195,11 @@ class _Latent:
 
     def quantized(self) -> QuantTensor:
         scales = affine.store_scale(self.start.scales.float() * self.factor.exp(), self.scheme)
-        codes = (self.origin + self.shift).round_().clamp_(0, self.scheme.levels - 1).to(torch.uint8)
+        place = (self.origin + self.shift).round_()
+        if self.numbers is None:
+            codes = place.clamp_(0, self.scheme.levels - 1).to(torch.uint8)
+        else:
+            codes = floats.encode(self.numbers[place.clamp_(0, len(self.numbers) - 1).long()], self.scheme)
         return QuantTensor(codes, scales, self.start.zeros, self.scheme)
 
     def learn(self, gradient: Tensor, now: QuantTensor, step: int, options: TuneOptions) -> None:
@@ -198,13 +211,29 @@ class _Latent:
         left = 1 - (step - 1) / options.steps
         rate = 2 * options.reach / (options.steps + 1) * left  # all rates add up to ``reach``
         self.shift.sub_(gradient.sign(), alpha=rate).clamp_(-options.reach, options.reach)
-        by_group = affine.split_groups(gradient * (now.codes - self._offset()), self.scheme).sum(-1)
+        if self.scheme.number == "mxfp4" or self.scheme.rows is None:
+            return  # powers of two cannot move a little; the one scale of a matrix is shared with others
+        steps = affine.steps(now.codes, now.zeros, self.scheme)
+        by_group = affine.split_groups(gradient * steps, self.scheme).sum(-1)
+        by_group = floats.tie(by_group, self.scheme.rows, "sum")
         slope = by_group * now.scales.float()
         first, second = self.moments
         first.lerp_(slope, 1 - DECAYS[0])
         second.lerp_(slope.square(), 1 - DECAYS[1])
         mean, square = first / (1 - DECAYS[0] ** step), second / (1 - DECAYS[1] ** step)
         self.factor.sub_(options.scale_rate * left * mean / square.sqrt().clamp(min=1e-30))
+
+
+def _places(values: Tensor, numbers: Tensor) -> Tensor:
+    """Return where values lie among ascending numbers: the index of the number below, and the share of the gap.
+
+    >>> _places(torch.tensor([-9.0, 0.5, 3.0]), torch.tensor([-1.0, 0.0, 2.0]))
+    tensor([0.0000, 1.2500, 2.0000])
+    """
+    values = values.clamp(float(numbers[0]), float(numbers[-1]))
+    below = (torch.searchsorted(numbers, values, right=True) - 1).clamp_(0, len(numbers) - 2)
+    left = numbers[below]
+    return below + (values - left) / (numbers[below + 1] - left)
 
 
 def _draws(learned: Sequence[int], seed: int) -> Iterator[int]:

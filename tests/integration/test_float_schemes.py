@@ -235,9 +235,9 @@ def test_fixed_scales_of_activations_are_told_of(tiny_original: Path, tmp_path: 
         (dict(scheme="nvfp4", bits=8), "--bits 8: --scheme nvfp4 is W4 nvfp4"),
         (dict(scheme="nvfp4", group_size=32), "--group-size 32"),
         (dict(scheme="fp8", method="rtn", scale_dtype="float16"), "Use bfloat16 or float32"),
-        (dict(scheme="fp8", method="hqq"), "--method gptq, awq or rtn"),
-        (dict(scheme="fp8", method="tune"), "rounds to integers only"),
-        (dict(scheme="nvfp4", preset="best"), "--preset balanced"),
+        (dict(scheme="fp8", method="hqq"), "--method gptq, awq, tune or rtn"),
+        (dict(scheme="fp8", method="smooth"), "rounds to integers only"),
+        (dict(scheme="nvfp4", preset="best"), "--preset balanced, or --method tune"),
         (dict(scheme="nvfp4", format="gptq"), "written as compressed-tensors"),
         (dict(scheme="nvfp4", target_bpw=5.0), "chooses between integers"),
         (dict(scheme="nvfp4", distil=4), "--distil with --scheme nvfp4"),
@@ -310,3 +310,22 @@ def test_gpt_oss_in_mxfp4_is_run_and_quantized_anew(tiny_original: Path, tmp_pat
     assert any("stored as W4 mxfp4" in note for note in report.warnings)
     far = quantkit.load(tmp_path / "out", device="cpu", dtype="float32", dequantize=True)(IDS)
     assert float((far - near).abs().max()) < 0.1 * float(near.abs().max())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(scheme="fp8"), dict(scheme="fp8-tensor", activations="none"), dict(scheme="nvfp4", activations="nvfp4"),
+     dict(scheme="mxfp4")],
+    ids=lambda options: options["scheme"],
+)  # fmt: skip
+def test_rounding_to_floats_is_learned(
+    options: dict[str, Any], tiny_original: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    """What is written is on the format's grid, runs, and no block is worse than what learning began with."""
+    given = dict(method="tune", samples=12, tune_steps=8, seq_len=32, calibration=str(calibration_text))
+    report = quantkit.convert(tiny_original, out=tmp_path / "out", **given, **options)
+    errors = [(row["before"], row["after"], row["step"]) for row in report.tuning.values()]
+    assert len(errors) == 3  # a block each
+    assert all(after <= before for before, after, _ in errors)
+    assert any(step > 0 for *_, step in errors), errors
+    assert bool(torch.isfinite(quantkit.load(tmp_path / "out", device="cpu")(IDS)).all())

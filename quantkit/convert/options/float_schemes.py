@@ -9,7 +9,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
 SET = ("bits", "group_size", "symmetric")  # a scheme fixes these
-METHODS = ("gptq", "awq", "rtn")  # that round to a scheme's numbers
+METHODS = ("gptq", "awq", "tune", "rtn")  # that round to a scheme's numbers
 USUAL_ACTIVATIONS = {"fp8": "fp8", "fp8-block": "fp8", "fp8-tensor": "fp8"}
 
 
@@ -75,6 +75,8 @@ def check_scheme(options: Any) -> None:
     if options.allocates:
         raise RequestError(f"{options.target} chooses between integers; {flag} has one size. Leave one of them out.")
     if options.distil:
-        raise RequestError(f"--distil with {flag}: scales would leave the numbers that the file holds. Leave it out.")
+        remedy = "Leave it out" if options.preset is None else "Use --preset balanced, or --method tune"
+        asked = "--distil" if options.preset is None else f"--preset {options.preset} (its --distil)"
+        raise RequestError(f"{asked} with {flag}: scales would leave the numbers that the file holds. {remedy}.")
     if options.quantize_mtp:
         raise RequestError(f"--quantize-mtp with {flag}: not shown to load anywhere. Leave one of them out.")

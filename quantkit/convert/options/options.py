@@ -141,7 +141,7 @@ class ConvertOptions:
             raise RequestError(
                 f"--samples {self.samples} --seq-len {self.seq_len}: at least 1 window of 2 tokens is needed."
             )
-        if self.method == "tune" and self.activations is not None:
+        if self.method == "tune" and self.activations == "int8":
             raise RequestError(
                 "--method tune learns with 16-bit activations; --activations int8 goes with --method smooth, gptq, awq"
                 " or rtn."

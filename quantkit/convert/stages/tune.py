@@ -13,6 +13,7 @@ from quantkit.calibrate.matmul_precision import model_runs
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.results import SIGN_STEP_TOKENS
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding.activations import straight_through
 from quantkit.model.arguments import BlockArguments
 from quantkit.model.stepper import forward_block, given, gradients_in_order
 
@@ -44,6 +45,12 @@ def tune_block(
     learn_from: states in front of and behind the block.
     """
 
+    rounding = {
+        name: block.get_submodule(name).register_forward_pre_hook(straight_through(q.scheme))
+        for name, q in start.items()
+        if q.scheme.activations is not None
+    }
+
     def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         with given(block, {f"{name}.weight": weight for name, weight in weights.items()}):
             return forward_block(block, hidden, learn_from.call)
@@ -51,16 +58,20 @@ def tune_block(
     weights = {name: block.get_parameter(f"{name}.weight") for name in start}
     windows = max(1, SIGN_STEP_TOKENS // learn_from.inputs[0].shape[1])
     device = next(iter(weights.values())).device
-    with model_runs(device), gradients_in_order(device):
-        return tune(
-            forward,
-            weights,
-            start,
-            _windows(learn_from.inputs),
-            _windows(learn_from.targets),
-            TuneOptions(steps=options.tune_steps, windows=windows, seed=options.seed),
-            learn_from.channels.to(device),
-        )
+    try:
+        with model_runs(device), gradients_in_order(device):
+            return tune(
+                forward,
+                weights,
+                start,
+                _windows(learn_from.inputs),
+                _windows(learn_from.targets),
+                TuneOptions(steps=options.tune_steps, windows=windows, seed=options.seed),
+                learn_from.channels.to(device),
+            )
+    finally:
+        for handle in rounding.values():
+            handle.remove()
 
 
 def _windows(states: Sequence[Tensor]) -> list[Tensor]:

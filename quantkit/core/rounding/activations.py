@@ -49,6 +49,18 @@ def round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (round_tokens(args[0]), *args[1:])
 
 
+def straight_through(scheme: Scheme) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """Return what ``input_hook`` does, for learning: gradients pass the rounding as if it were not there."""
+    usual = input_hook(scheme)
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        with torch.no_grad():
+            change = usual(module, args)[0] - args[0]
+        return (args[0] + change, *args[1:])
+
+    return hook
+
+
 def input_hook(scheme: Scheme) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     """Return the forward pre-hook that gives a float linear the inputs of its packed twin, of this scheme.
 

@@ -60,6 +60,17 @@ def nearest(numbers: Tensor, scheme: Scheme) -> Tensor:
     return round_e4m3(numbers) if scheme.number == "fp8" else round_e2m1(numbers)
 
 
+def ordered(scheme: Scheme) -> Tensor:
+    """Return all numbers that have a code, in ascending order, float32.
+
+    >>> ordered(Scheme.of("nvfp4")).tolist()[7:]
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    """
+    numbers = decode(torch.arange(scheme.levels, dtype=torch.uint8), scheme)
+    found: Tensor = numbers[torch.isfinite(numbers)].unique()
+    return found
+
+
 def largest(scheme: Scheme) -> float:
     """Return the largest number that has a code."""
     return LARGEST_E4M3 if scheme.number == "fp8" else LARGEST_E2M1

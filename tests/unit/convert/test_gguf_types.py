@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.convert.gguf.types import MIXES, ModelFacts, mix_name, tensor_kind
+from quantkit.convert.gguf.types import MIXES, NAMED, ModelFacts, mix_name, tensor_kind
 from quantkit.errors import RequestError
 
 # What llama-cpp-python 0.3.36 (llama_model_quantize, no importance matrix) made of three random llamas: by file the
@@ -110,6 +110,6 @@ def test_names_are_taken_in_capitals_and_short_forms() -> None:
 def test_file_types_are_those_of_the_library() -> None:
     import gguf
 
-    for mix, (number, _) in MIXES.items():
+    for mix in NAMED:
         name = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}.get(mix, f"MOSTLY_{mix.upper()}")
-        assert gguf.LlamaFileType[name] == number
+        assert gguf.LlamaFileType[name] == MIXES[mix][0]
