@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from architectures import tiny_model as tiny_architecture
 from click.testing import CliRunner
 
 import quantkit
@@ -221,3 +223,20 @@ def test_a_type_and_a_size_contradict_each_other(tiny_model: Path, tmp_path: Pat
     ):
         with pytest.raises(RequestError, match=words):
             quantkit.convert(tiny_model, tmp_path / "out", format="gguf", method="rtn", **more)
+
+
+# what llama.cpp's graphs of these types take for granted: no window, Gemma's order of windows
+USUAL = {"mistral": dict(sliding_window=None), "gemma3_text": dict(layer_types=["sliding_attention"] * 3)}
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "granite", "olmo2"])
+def test_what_is_written_of_a_family_is_read_back(name: str, tiny_original: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    vocab = json.loads((tiny_original / "config.json").read_text())["vocab_size"]
+    tiny_architecture(name, vocab_size=vocab, **USUAL.get(name, {})).half().save_pretrained(source)
+    for file in tiny_original.glob("*token*"):
+        shutil.copy(file, source / file.name)
+    convert(source, tmp_path / "out", "f32")
+    ids = torch.arange(5, 25)[None]
+    a, b = (quantkit.load(path, device="cpu", dtype="float32")(ids) for path in (source, tmp_path / "out"))
+    assert torch.allclose(a, b, atol=1e-5), float((a - b).abs().max())

@@ -62,6 +62,21 @@ ARCHITECTURES = {
         {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "rope_local_base_freq": 10000.0},
         norms_plus_one=True,
     ),
+    "granite": Architecture(
+        "granite",
+        "GraniteForCausalLM",
+        LLAMA,
+        {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0},
+        rotary_rows_interleaved=True,
+    ),
+    "olmo2": Architecture(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        {name: place for name, place in COMMON.items() if name != "attn_norm"}
+        | QK_NORMS
+        | {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"},
+        {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
+    ),
     "phi3": Architecture(
         "phi3",
         "Phi3ForCausalLM",

@@ -113,6 +113,16 @@ def _of_architecture(name: str, source: Opened, config: dict[str, Any], may: Any
             "final_logit_softcapping": may("final_logit_softcapping"),
             "attn_logit_softcapping": None,
         }
+    if name == "granite":
+        return {
+            ours: _decimal(may(theirs, 1.0))
+            for ours, theirs in (
+                ("attention_multiplier", "attention.scale"),
+                ("embedding_multiplier", "embedding_scale"),
+                ("residual_multiplier", "residual_scale"),
+                ("logits_scaling", "logit_scale"),
+            )
+        }
     if name == "phi3":
         return {
             "sliding_window": may("attention.sliding_window") or None,
