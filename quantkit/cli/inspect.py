@@ -48,7 +48,7 @@ def _json(data: dict[str, Any]) -> dict[str, Any]:
 
 def _lines(data: dict[str, Any]) -> list[str]:
     """Show what was found, for people."""
-    from quantkit.convert.engines.rules import verdict_lines
+    from quantkit.convert.engines.verdict import verdict_lines
 
     lines = []
     for key, value in data.items():
@@ -60,7 +60,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
         elif key == "left_at_16_bit":
             lines += [_left_line(entry) for entry in value]
         elif key == "engines":
-            lines += [f"  loads in  {line}" for line in verdict_lines(value)]
+            lines += verdict_lines(value)
         elif key == "schemes":
             lines += [f"  scheme    {count:4d} x {scheme}" for scheme, count in value.items()]
         elif key == "kv_cache":

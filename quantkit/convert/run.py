@@ -17,7 +17,7 @@ from quantkit.checkpoint.source import finite
 from quantkit.convert.engines.lint import casts_scales, lint_plan
 from quantkit.convert.gguf.weighing import weighing
 from quantkit.convert.job.work_folder import Work, identity
-from quantkit.convert.output.gguf_file import write_gguf
+from quantkit.convert.output.gguf_file import write_gguf, written
 from quantkit.convert.output.layout import checkpoint_layout
 from quantkit.convert.output.side_files import write_beside
 from quantkit.convert.output.smoke_test import TOO_LARGE, continue_prompt, prompt_of
@@ -296,7 +296,14 @@ def _new_report(plan: Plan, decisions: Decisions, work: Work) -> ConvertReport:
         drawn=o.draws,
         matmul_precision=plan.matmul_precision,
         resumed=work.resumed,
-        engines=lint_plan(plan.format.name, decisions.targets, plan.model.config, plan.source.config),
+        engines=lint_plan(
+            plan.format.name,
+            decisions.targets,
+            plan.model.config,
+            plan.source.config,
+            folder=str(written(o)),
+            fp8_cache=plan.stores_cache_scales,
+        ),
         allocation=allocation,
         predicted_host_bytes=plan.prediction.host,
         source_bytes=sum(plan.source.info(name).nbytes for name in plan.source.names()),

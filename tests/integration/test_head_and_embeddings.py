@@ -196,3 +196,12 @@ def test_the_prediction_counts_the_matrix(tiny_original: Path, tmp_path: Path) -
     # fp16 as stored, a byte for each code, and the packed words twice: encoded and being written
     assert phases("lm_head=bits:8")["head_embeddings"] == vocabulary * hidden * (2 + 1 + 2 * 1) + searched
     assert phases("lm_head=bits:4")["head_embeddings"] == vocabulary * hidden * (2 + 1 + 2 * 0.5) + searched
+
+
+def test_a_rule_for_the_head_of_a_tied_model_is_told_what_to_do_instead(tiny_model: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**OPTIONS, "symmetric": True, "rules": ["lm_head=bits:8"]}
+    with pytest.raises(RequestError, match=r"\(they are tied\).*--format native, or --format gguf.*--rotate"):
+        qk.convert(tiny_model, tmp_path / "refused", **options)
+    qk.convert(tiny_model, tmp_path / "native", format="native", **options)
+    report = qk.convert(tiny_model, tmp_path / "rotated", rotate=True, **options)
+    assert {layer.scheme for layer in report.layers if layer.name == "lm_head"} == {"W8 g32 sym"}

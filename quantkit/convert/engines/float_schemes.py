@@ -7,9 +7,11 @@ tests/integration/test_float_schemes.py. SGLang, lmdeploy and llama.cpp: from th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quantkit.convert.engines.rules import Checkpoint, Engine, Splits, Verdict, has_experts, largest_split
+from quantkit.convert.engines.devices import not_run_on_cpu
+from quantkit.convert.engines.rules import Checkpoint, Engine, Splits, has_experts, largest_split, loading
+from quantkit.convert.engines.verdict import Verdict
 
 C = "vllm/model_executor/layers/quantization/compressed_tensors/"
 
@@ -68,7 +70,8 @@ def judge_floats(engine: Engine, checkpoint: Checkpoint, splits: Splits) -> Verd
         return Verdict(engine.name, engine.version, False, None, reason, reader)
 
     if engine.name == "quantkit":
-        return Verdict(engine.name, engine.version, True, 1, "does not split a model.", "")
+        ours = Verdict(engine.name, engine.version, True, 1, "does not split a model.", "")
+        return loading(engine, checkpoint, ours)
     names = sorted({scheme.describe() for scheme in checkpoint.schemes()})
     if len(names) > 1:
         return no(f"not shown to load {' beside '.join(names)}.")
@@ -82,4 +85,6 @@ def judge_floats(engine: Engine, checkpoint: Checkpoint, splits: Splits) -> Verd
         return no(*objection)
     block = "128x128" in names[0]
     largest, reason, reader = largest_split(splits if engine.splits and not block else (), checkpoint)
-    return Verdict(engine.name, engine.version, True, largest, reason, reader or found.reader, found.notes)
+    verdict = Verdict(engine.name, engine.version, True, largest, reason, reader or found.reader, found.notes)
+    verdict = loading(engine, checkpoint, verdict)
+    return replace(verdict, devices=not_run_on_cpu(checkpoint)) if engine.name == "vLLM" else verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,9 +11,12 @@ from torch import nn
 from quantkit.checkpoint.gguf_files.architectures import ARCHITECTURES
 from quantkit.checkpoint.gguf_files.out_names import FAMILIES
 from quantkit.checkpoint.source import Source
+from quantkit.convert.engines import commands, devices
 from quantkit.convert.engines.float_schemes import has_floats, judge_floats
-from quantkit.convert.engines.rules import Checkpoint, Verdict, judge
-from quantkit.convert.engines.table import ENGINES, FLOAT_SPLITS, bfloat16_scales
+from quantkit.convert.engines.notes import bfloat16_scales
+from quantkit.convert.engines.rules import Checkpoint, judge
+from quantkit.convert.engines.table import ENGINES, FLOAT_SPLITS
+from quantkit.convert.engines.verdict import Verdict
 from quantkit.convert.plan.targets import Target
 from quantkit.formats import WRITABLE
 from quantkit.formats.reader import QuantizedReader
@@ -22,15 +26,26 @@ from quantkit.model.skeleton import build_skeleton
 from quantkit.model.weights import tied_parameters
 
 
-def lint_plan(form: str, targets: Mapping[str, Target], config: Any, stored: Mapping[str, Any]) -> list[Verdict]:
+def lint_plan(
+    form: str,
+    targets: Mapping[str, Target],
+    config: Any,
+    stored: Mapping[str, Any],
+    *,
+    folder: str,
+    fp8_cache: bool = False,
+) -> list[Verdict]:
     """Tell which engines will load a checkpoint that is not written yet.
 
     form: name of its format.
     targets: quantized weights, by module name of the skeleton.
     config: of the skeleton.
     stored: the source's config.json.
+    folder: where it will lie, as commands name it; the file, for GGUF.
+    fp8_cache: it will hold the scales of an fp8 KV cache for other engines.
     """
-    return lint(_checkpoint(form, list(targets.values()), config, stored))
+    checkpoint = _checkpoint(form, list(targets.values()), config, stored)
+    return lint(replace(checkpoint, folder=folder, fp8_cache=fp8_cache))
 
 
 def casts_scales(form: str, targets: Mapping[str, Target], config: Any, stored: Mapping[str, Any]) -> bool:
@@ -44,12 +59,13 @@ def casts_scales(form: str, targets: Mapping[str, Target], config: Any, stored: 
     return bfloat16_scales(_checkpoint(form, list(targets.values()), config, stored)) is not None
 
 
-def lint_folder(source: Source) -> list[Verdict]:
+def lint_folder(source: Source, shown: str | None = None) -> list[Verdict]:
     """Tell which engines load a quantized folder, from its headers and config.
 
     The list is empty for formats that quantkit does not write.
 
     source: the quantized folder.
+    shown: how commands name it, None for its path: a folder that is still to be moved there.
 
     Raises CheckpointError for a folder that is incomplete.
     """
@@ -77,7 +93,9 @@ def lint_folder(source: Source) -> list[Verdict]:
             kind = "head"
         out_features, in_features = module.weight.shape
         weights.append(Target(name, f"{name}.weight", out_features, in_features, scheme, kind))
-    return lint(_checkpoint(str(reader.format), weights, model.config, source.config))
+    checkpoint = _checkpoint(str(reader.format), weights, model.config, source.config)
+    fp8_cache = bool((source.quantization() or {}).get("kv_cache_scheme"))
+    return lint(replace(checkpoint, folder=shown or str(source.path), fp8_cache=fp8_cache))
 
 
 def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[str, Any]) -> Checkpoint:
@@ -99,28 +117,46 @@ def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[s
         bfloat16=dtype.endswith("bfloat16"),
         family=family,
         mixture=mixture,
+        auto_class=_auto_class(stored),
     )
+
+
+def _auto_class(stored: Mapping[str, Any]) -> str:
+    """Return the class of transformers that loads a model of this config.json: one with images has another."""
+    named = stored.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and named else ""
+    return "AutoModelForImageTextToText" if name.endswith("ForConditionalGeneration") else "AutoModelForCausalLM"
 
 
 LLAMA_CPP_PYTHON = "0.3.36 of llama-cpp-python"  # what files of every family were loaded with
 
 
-def gguf_readers(family: str) -> list[Verdict]:
-    """Return who loads a GGUF file of a model type."""
+def gguf_readers(checkpoint: Checkpoint) -> list[Verdict]:
+    """Return who loads a GGUF file of a model type.
+
+    checkpoint: its ``family`` is the model type, its ``folder`` the file.
+    """
+    family = checkpoint.family
     architecture = FAMILIES[family].architecture if family in FAMILIES else family
     known = architecture in ARCHITECTURES
     why = "" if known else f"does not read GGUF files of {architecture}."
     where = "quantkit/checkpoint/gguf_files/architectures.py"
+    size = 1 if known else None
+    ours = Verdict("quantkit", "this version", known, size, why, where, ("dequantized to 16 bit",))
+    anywhere = devices.on_any(checkpoint)
     return [
-        Verdict("quantkit", "this version", known, 1 if known else None, why, where, ("dequantized to 16 bit",)),
-        Verdict("llama.cpp", LLAMA_CPP_PYTHON, True, 1, "", "src/llama-model.cpp"),
-    ]
+        replace(ours, devices=anywhere, command=commands.quantkit(checkpoint)) if known else ours,
+        Verdict(
+            "llama.cpp", LLAMA_CPP_PYTHON, True, 1, "", "src/llama-model.cpp", devices=anywhere,
+            command=commands.llama_server(checkpoint),
+        ),
+    ]  # fmt: skip
 
 
 def lint(checkpoint: Checkpoint) -> list[Verdict]:
     """Return every engine's verdict, in the order of ``ENGINES``."""
     if checkpoint.format == "gguf":
-        return gguf_readers(checkpoint.family)
+        return gguf_readers(checkpoint)
     return [
         judge_floats(engine, checkpoint, FLOAT_SPLITS)
         if has_floats(checkpoint) and checkpoint.format in engine.formats

@@ -1,17 +1,18 @@
 """Rules that tell which engines load a checkpoint, up to which tensor-parallel size, and why another one does not.
 
 What a rule is, and how rules are applied; the rules themselves are in ``table.py``. Each was read in the sources of the
-version named, and quotes the file and line that decides; none of them is run here (mixtures of experts: see
-``not_shown``). "Loads" means: with a plain install, on a GPU of compute capability 8.0 or newer, no extra kernel
-packages.
+version named, and quotes the file and line that decides; a test runs none of them (mixtures of experts: see
+``not_shown``). "Loads" means: with a plain install, on the devices that the verdict names (``devices.py``); a GPU is
+one of compute capability 8.0 or newer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from quantkit.convert.engines.verdict import Verdict
 from quantkit.convert.options.rules import EXPERTS, FUSED
 from quantkit.convert.plan.targets import Target
 
@@ -36,6 +37,9 @@ class Checkpoint:
     bfloat16: engines will compute in bfloat16.
     family: config's model_type.
     mixture: its blocks hold experts, quantized or not.
+    folder: where it lies, as commands name it; OUT where that is not known yet.
+    fp8_cache: it holds scales of an fp8 KV cache that other engines read.
+    auto_class: the class of transformers that loads it.
     """
 
     format: str
@@ -45,6 +49,9 @@ class Checkpoint:
     bfloat16: bool = False
     family: str = ""
     mixture: bool = False
+    folder: str = "OUT"
+    fp8_cache: bool = False
+    auto_class: str = "AutoModelForCausalLM"
 
     @property
     def linears(self) -> list[Target]:
@@ -54,74 +61,6 @@ class Checkpoint:
     def schemes(self) -> set[Any]:
         """Return the different schemes of the quantized weights."""
         return {weight.scheme for weight in self.weights}
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One engine's answer.
-
-    engine: its name.
-    version: the version whose source was read.
-    loads: whether it loads the checkpoint.
-    tensor_parallel: the largest size that loads (1: one GPU), None where it does not load.
-    reason: why not, or what stops the next size.
-    reader: the file and line that decides.
-    notes: restrictions of a checkpoint that loads.
-    unread_format: the checkpoint's format, if the engine reads nothing in it.
-    """
-
-    engine: str
-    version: str
-    loads: bool
-    tensor_parallel: int | None
-    reason: str
-    reader: str
-    notes: tuple[str, ...] = ()
-    unread_format: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON."""
-        return {
-            "engine": self.engine,
-            "version": self.version,
-            "loads": self.loads,
-            "tensor_parallel": self.tensor_parallel,
-            "reason": self.reason,
-            "reader": self.reader,
-            "notes": list(self.notes),
-        }
-
-    def line(self) -> str:
-        """Return one line for people."""
-        if not self.loads:
-            where = f" [{self.reader}]" if self.reader else ""
-            return f"{self.engine} {self.version}: no. {_sentence(self.reason)}{where}"
-        size = f", tensor parallel up to {self.tensor_parallel}" if (self.tensor_parallel or 1) > 1 else ""
-        notes = f" ({'; '.join(self.notes)})" if self.notes else ""
-        return f"{self.engine} {self.version}: yes{size}{notes}"
-
-
-def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return a line for each engine; those that do not read the format at all share one."""
-    lines = [verdict.line() for verdict in verdicts if verdict.unread_format is None] + unread_format_lines(verdicts)
-    if len(verdicts) > 1 and not any(verdict.loads for verdict in verdicts[1:]):
-        lines.append("nothing but quantkit: another --format, --sym, fewer rules or another group size may widen that")
-    return lines
-
-
-def unread_format_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return the line of the engines that do not read the format at all; none if all read it."""
-    refusing = [verdict for verdict in verdicts if verdict.unread_format is not None]
-    if len(refusing) < 2:
-        return [verdict.line() for verdict in refusing]
-    names = ", ".join(f"{verdict.engine} {verdict.version}" for verdict in refusing)
-    return [f"none of {names}: they do not read the format {refusing[0].unread_format}."]
-
-
-def _sentence(reason: str) -> str:
-    """Capitalise a reason, unless it begins with a module's name."""
-    word = reason.partition(" ")[0]
-    return reason if "." in word or "_" in word else reason[:1].upper() + reason[1:]
 
 
 Test = Callable[[Checkpoint], str | None]
@@ -182,6 +121,11 @@ class EngineRule:
     test: Test
 
 
+def on_nvidia(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return where an engine runs that has kernels for NVIDIA's GPUs only."""
+    return ("on an NVIDIA GPU",)
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A program that loads checkpoints: the formats that it reads, and the checkpoints that it refuses."""
@@ -197,6 +141,10 @@ class Engine:
     notes: tuple[Callable[[Checkpoint], str | None], ...] = ()
     mixtures: Mixtures = not_shown
     layers: Mixtures = unseen
+    # where a checkpoint that loads does, and where it does not
+    devices: Callable[[Checkpoint], tuple[str, ...]] = on_nvidia
+    # that serves it
+    command: Callable[[Checkpoint], str] | None = None
 
 
 def judge(engine: Engine, checkpoint: Checkpoint) -> Verdict:
@@ -210,7 +158,13 @@ def judge(engine: Engine, checkpoint: Checkpoint) -> Verdict:
         return Verdict(engine.name, engine.version, False, None, *objection)
     largest, reason, reader = largest_split(engine.splits, checkpoint)
     notes = tuple(note for make in engine.notes if (note := make(checkpoint)) is not None)
-    return Verdict(engine.name, engine.version, True, largest, reason, reader, notes)
+    return loading(engine, checkpoint, Verdict(engine.name, engine.version, True, largest, reason, reader, notes))
+
+
+def loading(engine: Engine, checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
+    """Add to the verdict of a checkpoint that loads where that holds, and the command."""
+    command = None if engine.command is None else engine.command(checkpoint)
+    return replace(verdict, devices=engine.devices(checkpoint), command=command)
 
 
 def _objection(engine: Engine, checkpoint: Checkpoint) -> tuple[str, str] | None:

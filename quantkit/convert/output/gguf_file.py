@@ -20,6 +20,7 @@ from quantkit.checkpoint.tokenizer import ENGLISH, ROUND_TRIP_TEXT
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert.gguf.names import config_of
 from quantkit.convert.gguf.types import FLOATS, MIXES, quantizable
+from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.targets import Target
 from quantkit.core.blocks import block_kind
@@ -48,6 +49,11 @@ def file_name(mix: str) -> str:
     'model-Q4_K_M.gguf'
     """
     return f"model-{mix.upper()}.gguf"
+
+
+def written(options: ConvertOptions) -> Path:
+    """Return what other programs open: the folder, or the file in it that is the model."""
+    return options.out if options.gguf_type is None else options.out / file_name(options.gguf_type)
 
 
 def write_gguf(plan: Plan, targets: Mapping[str, Target], writer: CheckpointWriter) -> tuple[int, list[str]]:

@@ -32,7 +32,7 @@ HEAD_EMBEDDINGS = ("head", "embedding", "tied")
 _KIND_WORDS = {
     "head": "a quantized head",
     "embedding": "quantized embeddings",
-    "tied": "a quantized matrix that serves as embedding and head",
+    "tied": "a quantized matrix that serves as embedding and head (they are tied)",
 }
 
 
@@ -226,16 +226,23 @@ def _fit(
             adapted[key] = adapted.get(key, 0) + 1
         targets.chosen[module] = Target(stored, f"{module}.weight", out_features, in_features, fitted, kind)
         if kind in HEAD_EMBEDDINGS and kind not in form.head_embeddings:
-            reason = (
-                f"{form.name} cannot hold {_KIND_WORDS[kind]} so that engines read it."
-                " Use --format native, or drop the rule."
-            )
-            problems.append(Problem(stored, reason))
+            problems.append(Problem(stored, _unheld(form, kind)))
             continue
         refusal = form.supports(fitted, out_features, in_features)
         if refusal:
             problems.append(Problem(stored, f"{form.name} cannot hold {fitted.describe()}: {refusal}"))
     return adapted
+
+
+def _unheld(form: Format, kind: str) -> str:
+    """Explain that a format cannot hold a head or embedding, and what to do instead."""
+    remedy = "Use --format native, or drop the rule."
+    if kind == "tied":
+        other = ""
+        if "head" in form.head_embeddings:
+            other = ", or --rotate, where the model allows it: the head becomes a matrix of its own"
+        remedy = f"Use --format native, or --format gguf, whose types round it{other}; or drop the rule."
+    return f"{form.name} cannot hold {_KIND_WORDS[kind]} so that engines read it. {remedy}"
 
 
 def _group_sizes(form: Format, wanted: list[tuple[Scheme, int]]) -> dict[tuple[Scheme, int], int | None]:

@@ -77,7 +77,7 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
     )
     writer.assemble()
     try:
-        report.engines = lint_folder(FolderSource(writer.folder))
+        report.engines = lint_folder(FolderSource(writer.folder), shown=str(plan.out))
     except UnsupportedModel as error:  # repacking needs no structure: models that quantkit cannot run are repacked too
         report.warnings.append(f"which engines load it is not known: {error}")
     listen(Progress("verify", total, total))

@@ -6,8 +6,9 @@ from typing import Any
 
 from quantkit.calibrate.matmul_precision import WORDS
 from quantkit.convert.engines.lint import lint_plan
-from quantkit.convert.engines.rules import Verdict, unread_format_lines, verdict_lines
+from quantkit.convert.engines.verdict import Verdict, unread_format_lines, verdict_lines
 from quantkit.convert.options.options import method_words
+from quantkit.convert.output.gguf_file import written
 from quantkit.convert.plan.plan import Plan
 from quantkit.convert.plan.targets import head_embeddings
 from quantkit.convert.report.left_at_16_bit import LeftOut, left_at_16_bit
@@ -35,9 +36,9 @@ def describe(plan: Plan) -> str:
     ]
     verdicts = _verdicts(plan)
     if plan.budget is None:
-        lines += [f"  loads in  {line}" for line in verdict_lines(verdicts)]
+        lines += verdict_lines(verdicts)
     else:  # the rest depends on the bits
-        lines += [f"  loads in  {line}" for line in unread_format_lines(verdicts)]
+        lines += unread_format_lines(verdicts)
         lines.append("  loads in  which of the others, the report says: it depends on the bits that are chosen")
     lines.append(f"  works in  {plan.options.work_folder} (finished blocks; a stopped job goes on with --resume)")
     lines += [f"  note      {warning}" for warning in plan.warnings]
@@ -118,7 +119,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _verdicts(plan: Plan) -> list[Verdict]:
-    return lint_plan(plan.format.name, plan.targets, plan.model.config, plan.source.config)
+    return lint_plan(
+        plan.format.name,
+        plan.targets,
+        plan.model.config,
+        plan.source.config,
+        folder=str(written(plan.options)),
+        fp8_cache=plan.stores_cache_scales,
+    )
 
 
 def _why(plan: Plan) -> str:

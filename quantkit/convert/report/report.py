@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.calibrate.matmul_precision import WORDS
 from quantkit.checkpoint.storage.record import Either, as_record
-from quantkit.convert.engines.rules import Verdict, verdict_lines
+from quantkit.convert.engines.verdict import Verdict, verdict_lines
 from quantkit.convert.options.kv_request import label_words
 from quantkit.convert.options.options import method_words
 from quantkit.convert.report.bit_budget import ALLOCATION, allocation_lines
@@ -189,7 +189,7 @@ class ConvertReport:
         if self.cache is not None:
             lines += summary_lines(self.cache)
         lines += self._trouble()
-        lines += [f"  loads in  {line}" for line in verdict_lines(self.engines)]
+        lines += verdict_lines(self.engines)
         lines += [f"  note      {warning}" for warning in [*([] if warned else self.warnings), *self.notes]]
         return "\n".join(lines)
 

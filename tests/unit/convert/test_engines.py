@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.convert.engines.lint import lint
-from quantkit.convert.engines.rules import Checkpoint, Verdict, unread_format_lines, verdict_lines
+from quantkit.convert.engines.rules import Checkpoint
 from quantkit.convert.engines.table import ENGINES
+from quantkit.convert.engines.verdict import Verdict, unread_format_lines, verdict_lines
 from quantkit.convert.plan.targets import Target
 from quantkit.core.scheme import Scheme
 
@@ -60,7 +61,8 @@ EVERY = {"quantkit", "vLLM", "SGLang", "lmdeploy", "transformers", "GPTQModel", 
         (checkpoint(Scheme(8, None, True)), {"quantkit", "vLLM", "SGLang", "transformers"}),
         (checkpoint(Scheme(8, None, True, activations="int8")),
          {"quantkit", "vLLM", "SGLang", "transformers", "llama.cpp"}),
-        (checkpoint(Scheme(8, 128, False)), {"quantkit", "transformers", "llama.cpp"}),
+        (checkpoint(Scheme(8, 128, False)), {"quantkit", "vLLM", "transformers", "llama.cpp"}),
+        (checkpoint(Scheme(3, 128, True)), {"quantkit", "vLLM", "transformers", "llama.cpp"}),
         (checkpoint(W4, down_proj=Scheme(8, 128, True)), {"quantkit", "vLLM", "SGLang", "transformers"}),
         (checkpoint(W4, v_proj=Scheme(8, 128, True)), {"quantkit", "transformers"}),
         (checkpoint(W4, head=W4), {"quantkit", "vLLM", "SGLang", "transformers", "llama.cpp"}),
@@ -192,24 +194,92 @@ def test_a_reason_is_a_sentence_and_names_stay_as_they_are(given: Checkpoint, sa
 def test_an_engine_that_alone_does_not_know_a_format_has_a_line_like_the_others() -> None:
     lines = verdict_lines(lint(checkpoint(Scheme(4, 128, True))))
     assert any(
-        line.startswith("GPTQModel ") and "no. Does not read the format compressed-tensors" in line for line in lines
+        line.startswith("  loads in  GPTQModel ") and "no. Does not read the format compressed-tensors" in line
+        for line in lines
     )
-    assert not any(line.startswith("none of") for line in lines)
+    assert not any("none of" in line for line in lines)
 
 
 def test_engines_that_do_not_know_a_format_share_a_line() -> None:
     lines = verdict_lines(lint(mixture(Scheme(4, 64, False), "mixtral", "native")))
-    assert len(lines) == 4
-    assert "they do not read the format native" in lines[2]
-    assert lines[3].startswith("nothing but quantkit")
+    assert len(lines) == 5
+    assert "they do not read the format native" in lines[3]
+    assert lines[4].startswith("  loads in  nothing but quantkit")
     assert not any("nothing but" in line for line in verdict_lines(lint(checkpoint(Scheme(4, 128, True)))))
 
 
 def test_engines_that_do_not_read_the_format_share_a_line_whatever_their_reasons_say() -> None:
     refusing = [Verdict(name, "1", False, None, "any words.", "", unread_format="native") for name in ("A", "B")]
     speaking = Verdict("C", "1", False, None, "does not read the format of this head.", "")
-    assert unread_format_lines([*refusing, speaking]) == ["none of A 1, B 1: they do not read the format native."]
-    assert "C 1: no. Does not read the format of this head." in verdict_lines([*refusing, speaking])
+    shared = "  loads in  none of A 1, B 1: they do not read the format native."
+    assert unread_format_lines([*refusing, speaking]) == [shared]
+    assert "  loads in  C 1: no. Does not read the format of this head." in verdict_lines([*refusing, speaking])
+
+
+W8, INT8 = Scheme(8, 128, True), Scheme(8, None, True, activations="int8")
+
+
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [
+        (checkpoint(W4), ("on an NVIDIA GPU or a CPU",)),
+        (checkpoint(W4A), ("on an NVIDIA GPU or a CPU",)),
+        (checkpoint(INT8), ("on an NVIDIA GPU or a CPU",)),
+        (checkpoint(W4, "gptq"), ("on an NVIDIA GPU or a CPU",)),
+        (checkpoint(W4A, "awq"), ("on an NVIDIA GPU or a CPU",)),
+        (checkpoint(W8), ("on an NVIDIA GPU", "on a CPU no: 4 bits only, or int8 with int8 activations")),
+        (checkpoint(W8, "gptq"), ("on an NVIDIA GPU", "on a CPU no: 4 bits only, or int8 with int8 activations")),
+        (checkpoint(W4, down_proj=INT8), ("on an NVIDIA GPU or a CPU",)),
+        (
+            checkpoint(W4, embedding=W4),
+            ("on an NVIDIA GPU", "on a CPU no: quantized embeddings are looked up by a Triton kernel"),
+        ),
+        (
+            checkpoint(Scheme(4, 16 * 3), hidden=48, inner=96, heads=1, kv_heads=1, head_dim=48),
+            (),
+        ),
+        (checkpoint(Scheme(4, None), inner=11000, kv_heads=8), ("on an NVIDIA GPU", "on a CPU no: ")),
+    ],
+)
+def test_where_vllm_loads_it(given: Checkpoint, on: tuple[str, ...]) -> None:
+    found = verdicts(given)["vLLM"].devices
+    assert len(found) == len(on)
+    assert all(device.startswith(wanted) for device, wanted in zip(found, on, strict=True))
+    line = verdicts(given)["vLLM"].line()
+    assert all(device in line for device in found)
+
+
+def test_the_package_of_kernels_is_named_where_marlin_has_none() -> None:
+    for scheme, words in (
+        (Scheme(3, 128, True), "3 bits by humming-kernels"),
+        (Scheme(8, 128, False), "8 bits with zero points by humming-kernels"),
+    ):
+        assert words in verdicts(checkpoint(scheme))["vLLM"].line()
+    assert "humming" not in verdicts(checkpoint(W8))["vLLM"].line()
+
+
+def test_each_engine_that_loads_says_how() -> None:
+    given = dataclasses.replace(checkpoint(W4A), folder="my models/out", fp8_cache=True)
+    found = {name: verdict.command for name, verdict in verdicts(given).items()}
+    assert found["vLLM"] == "vllm serve 'my models/out' --kv-cache-dtype fp8"
+    assert found["SGLang"] == "sglang serve --model-path 'my models/out' --kv-cache-dtype fp8_e4m3"
+    assert found["transformers"] == "transformers.AutoModelForCausalLM.from_pretrained('my models/out')"
+    assert found["llama.cpp (convert_hf_to_gguf)"] == (
+        "python convert_hf_to_gguf.py 'my models/out' --outfile 'my models/out.gguf'"
+        " && llama-server -m 'my models/out.gguf'"
+    )
+    assert found["GPTQModel"] is None
+    assert verdicts(checkpoint(W4A))["vLLM"].command == "vllm serve OUT"
+    native = verdicts(checkpoint(W4, "native"))["transformers"].command
+    assert native == "import quantkit.hf; transformers.AutoModelForCausalLM.from_pretrained('OUT')"
+    lines = verdict_lines(lint(given))
+    where = next(i for i, line in enumerate(lines) if line.startswith("  loads in  vLLM"))
+    assert lines[where + 1] == f"    with    {found['vLLM']}"
+
+
+def test_a_gguf_file_is_served_by_llama_server() -> None:
+    given = dataclasses.replace(checkpoint(W4, "gguf"), family="llama", folder="out/model-Q4_K_M.gguf")
+    assert verdicts(given)["llama.cpp"].command == "llama-server -m out/model-Q4_K_M.gguf"
 
 
 @pytest.mark.parametrize("name", ["attn.c_attn", "linear_attn.in_proj_qkvz", "mamba.in_proj"])

@@ -1,0 +1,43 @@
+"""Where a checkpoint that loads does: on which GPUs, on a CPU, and why not there.
+
+vLLM 0.33.0, ``vllm/model_executor/kernels/linear/__init__.py``: ``_POSSIBLE_KERNELS[PlatformEnum.CPU]`` are kernels
+for 4 bits, ``_POSSIBLE_INT8_KERNELS[PlatformEnum.CPU]`` one for W8A8. Its 0.32 for CPUs was run: compressed-tensors W4
+with and without zero points and W8A8, gptq W4 sym and awq W4 give quantkit's log-probabilities; 8 bits for weights only
+end in "Failed to find a kernel".
+"""
+
+from __future__ import annotations
+
+from quantkit.convert.engines.rules import Checkpoint, first, fused_rows
+
+CPU_TILE = 32  # mixed_precision/cpu.py, can_implement: inputs and outputs are multiples of it
+
+
+def on_nvidia_or_cpu(c: Checkpoint) -> tuple[str, ...]:
+    """Return where vLLM loads a checkpoint of integers: its CPU kernels take less than those for a GPU."""
+    reason = no_vllm_cpu(c)
+    return ("on an NVIDIA GPU or a CPU",) if reason is None else ("on an NVIDIA GPU", f"on a CPU no: {reason}")
+
+
+def on_any(c: Checkpoint) -> tuple[str, ...]:
+    """Return where an engine runs that has code for both."""
+    return ("on a GPU or a CPU",)
+
+
+def not_run_on_cpu(c: Checkpoint) -> tuple[str, ...]:
+    """Return where an engine runs whose CPU kernels for these numbers depend on the processor, and were not run."""
+    return ("on an NVIDIA GPU", "on a CPU not tried")
+
+
+def no_vllm_cpu(c: Checkpoint) -> str | None:
+    """Return why vLLM's CPU kernels do not take a checkpoint that its kernels for a GPU take, None if they do."""
+    packed = [weight for weight in c.weights if weight.scheme.activations is None]
+    if any(weight.scheme.bits != 4 for weight in packed):
+        return "4 bits only, or int8 with int8 activations"
+    if first(c, lambda w: w.kind in ("embedding", "tied")) is not None:
+        return "quantized embeddings are looked up by a Triton kernel"
+    names = {weight.name for weight in packed}
+    for name, _, rows, inputs in fused_rows(c, 1):
+        if name in names and (rows % CPU_TILE or inputs % CPU_TILE):
+            return f"{name} has {rows:g} outputs and {inputs:g} inputs, no multiples of {CPU_TILE}"
+    return None
