@@ -85,7 +85,7 @@ class ConvertCommand(GroupedCommand):
     metavar="NAME",
     help=(
         "Floating-point numbers instead of integers: fp8 (one scale per channel, activations fp8 per token), fp8-block"
-        " (128 x 128), fp8-tensor, nvfp4, mxfp4."
+        " (128 x 128), fp8-tensor, nvfp4, mxfp4. With --format bitsandbytes: nf4, nf4-double, fp4, llm-int8."
     ),
 )
 @grouped("Basic", "--bits", type=int, default=4, show_default=True, help="2 to 8.")

@@ -12,7 +12,7 @@ from quantkit.convert.options.checks import refuse_without_effect
 from quantkit.convert.options.resolve import renamed, resolve_options
 from quantkit.convert.plan.plan import Plan, make_plan
 from quantkit.convert.progress import Listener
-from quantkit.convert.repack.checks import refuse_gguf, refuse_preset
+from quantkit.convert.repack.checks import refuse_forms, refuse_preset
 from quantkit.convert.repack.plan import RepackPlan, plan_repack
 from quantkit.convert.repack.run import run_repack
 from quantkit.convert.report import dry_run
@@ -66,7 +66,7 @@ def plan_request(source: str | Path, out: str | Path, *, preset: str | None = No
     where = given_path(out)
     options = resolve_options(source, out, preset, typed)
     opened = as_original(open_source(source))
-    refuse_gguf(opened, typed)
+    refuse_forms(opened, typed)
     repacking = plan_repack(opened, where, typed)
     if repacking is not None:
         refuse_preset(str(source), preset)

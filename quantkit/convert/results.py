@@ -13,7 +13,7 @@ from quantkit.algorithms.kv import LayerRanges
 from quantkit.checkpoint.storage.record import POSITIVE, Either
 from quantkit.checkpoint.writer import tensor_sha256
 from quantkit.core.blocks import BlockKind
-from quantkit.core.qtensor import QuantTensor
+from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 
 Way = Scheme | BlockKind | None
@@ -214,7 +214,13 @@ class BudgetChoice:
     measured_on: dict[str, Any]
 
 
-def decision_sha256(q: QuantTensor) -> str:
-    """Return a SHA-256 of codes, scales, zeros and scheme, which does not depend on the format."""
+def decision_sha256(q: QuantTensor | BlockTensor) -> str:
+    """Return a SHA-256 of codes, scales, zeros and scheme, which does not depend on the format.
+
+    Of a weight in another number format: of its tensors, by name, and its shape.
+    """
+    if isinstance(q, BlockTensor):
+        named = [f"{name} {tensor_sha256(value)}" for name, value in sorted(q.raw.items())]
+        return " ".join([q.kind, *named, json.dumps(q.shape)])
     parts = [tensor_sha256(q.codes), tensor_sha256(q.scales), "" if q.zeros is None else tensor_sha256(q.zeros)]
     return " ".join([*parts, json.dumps(q.scheme.to_json(), sort_keys=True)])

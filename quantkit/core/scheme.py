@@ -19,6 +19,14 @@ FLOATS: dict[str, tuple[int, int, tuple[str, ...], tuple[str | None, ...]]] = {
     "nvfp4": (4, 16, ("float8_e4m3fn",), (None, "nvfp4")),
     "mxfp4": (4, 32, ("float8_e8m0fnu",), (None,)),
 }
+# Numbers that the bitsandbytes library rounds to (``formats.bitsandbytes``); a block of 4 bits runs along the weight
+# row by row, so that 64 is inputs per scale where rows are multiples of it.
+OF_BITSANDBYTES: dict[str, tuple[int, int, tuple[str, ...], tuple[str | None, ...]]] = {
+    "nf4": (4, 64, ("float32",), (None,)),
+    "nf4-double": (4, 64, ("float32",), (None,)),
+    "fp4": (4, 64, ("float32",), (None,)),
+    "llm-int8": (8, 0, ("float32",), (None,)),
+}
 BLOCK = 128  # rows and inputs of a block of fp8 that share a scale
 
 
@@ -33,7 +41,8 @@ class Scheme:
     activations: None for floating point, or "int8": the weight's inputs are rounded at run time too, symmetric, one
         scale per token (``core.rounding.activations``); such weights have 8 bits, one scale per channel, no zero
         points: what integer matrix units multiply. "fp8" and "nvfp4" round to the numbers of that name.
-    number: what a code is: "integer", "fp8", "nvfp4" or "mxfp4" (``core.rounding.scales``); those are symmetric.
+    number: what a code is: "integer", "fp8", "nvfp4" or "mxfp4" (``core.rounding.scales``), or one of
+        ``OF_BITSANDBYTES``; those are symmetric.
     rows: of fp8: output rows that share their scales, 1, a block's number, or None for all.
     global_scale: of one weight in nvfp4: what its block scales are divided by; None until the weight is known.
     input_global_scale: the same of its activations, where they are nvfp4.
@@ -67,6 +76,10 @@ class Scheme:
             "fp8-tensor": cls(8, None, scale_dtype="float32", number="fp8", rows=None),
             "nvfp4": cls(4, 16, scale_dtype="float8_e4m3fn", number="nvfp4"),
             "mxfp4": cls(4, 32, scale_dtype="float8_e8m0fnu", number="mxfp4"),
+            **{
+                number: cls(bits, size or None, scale_dtype=dtypes[0], number=number)
+                for number, (bits, size, dtypes, _) in OF_BITSANDBYTES.items()
+            },
         }
         if name not in schemes:
             raise RequestError(f"--scheme {name}: no such scheme. Schemes: {', '.join(schemes)}; integers: --bits.")
@@ -102,9 +115,10 @@ class Scheme:
             )
 
     def _check_float(self) -> None:
-        if self.number not in FLOATS:
-            raise RequestError(f"number={self.number!r}: codes are integer, {', '.join(FLOATS)}.")
-        bits, size, dtypes, activations = FLOATS[self.number]
+        known = {**FLOATS, **OF_BITSANDBYTES}
+        if self.number not in known:
+            raise RequestError(f"number={self.number!r}: codes are integer, {', '.join(known)}.")
+        bits, size, dtypes, activations = known[self.number]
         fits = self.bits == bits and self.symmetric is True and self.scale_dtype in dtypes
         grouped = self.group_size == size if size else self.group_size is None or self.group_size >= 1
         tied = self.rows == 1 or (self.number == "fp8" and (self.rows is None or self.rows >= 1))
@@ -114,8 +128,8 @@ class Scheme:
                 f" zero points; not {self.bits} bits, {self.group_size}, {self.scale_dtype}."
             )
         if self.activations not in activations:
-            known = " or ".join(name or "none" for name in activations)
-            raise RequestError(f"--activations {self.activations}: with {self.number} weights they are {known}.")
+            allowed = " or ".join(name or "none" for name in activations)
+            raise RequestError(f"--activations {self.activations}: with {self.number} weights they are {allowed}.")
         if self.number != "nvfp4" and (self.global_scale, self.input_global_scale) != (None, None):
             raise RequestError(f"{self.number} has no global scale.")
 

@@ -24,7 +24,7 @@ _ALL: tuple[Any, ...] = (CompressedTensors, GPTQ, AWQ, Native, GGUF, BitsAndByte
 FORMATS: dict[str, Any] = {form.name: form for form in _ALL}
 # folders of safetensors with integer codes; then all that convert can write
 PACKED = ("compressed-tensors", "gptq", "awq", "native")
-WRITABLE = (*PACKED, "gguf")
+WRITABLE = (*PACKED, "gguf", "bitsandbytes")
 READABLE = {
     "compressed-tensors": "compressed-tensors",
     "gptq": "gptq",
@@ -35,16 +35,15 @@ READABLE = {
     "fbgemm_fp8": "fp8",
     "modelopt": "modelopt",
 }
-LATER = ("bitsandbytes",)
 
 
 def writer_format(name: str) -> Format:
     """Return the format convert writes under ``name``.
 
-    Raises RequestError for one that is unknown or has not landed.
+    Raises RequestError for one that is unknown or only read.
     """
     if name not in WRITABLE:
-        known = f"writing '{name}' has not landed yet" if name in LATER else f"no format is called '{name}'"
+        known = f"'{name}' is read, not written" if name in FORMATS else f"no format is called '{name}'"
         raise RequestError(f"--format {name}: {known}. Formats that can be written: {', '.join(WRITABLE)}.")
     form: Format = FORMATS[name]
     return form

@@ -1,4 +1,4 @@
-"""Read bitsandbytes checkpoints: NF4 and FP4 (with or without double quantization) and LLM.int8.
+"""bitsandbytes checkpoints: NF4 and FP4 (with or without double quantization) and LLM.int8.
 
 4 bits, per linear ``X`` (out_features N, in_features K, weight flattened row by row, blocks of B = 64 elements)::
 
@@ -15,7 +15,7 @@
     X.weight int8 [N, K]      X.SCB fp32 [N]      w = code * SCB / 127      X.weight_format uint8, 0 = row major
 
 Layouts: bitsandbytes/functional.py (QuantState), bitsandbytes/nn/modules.py (Linear8bitLt). The library itself is not
-needed to read them. Writing is left to bitsandbytes.
+needed to read them; to write them it rounds (``bitsandbytes_library.py``).
 """
 
 from __future__ import annotations
@@ -28,22 +28,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.qtensor import BlockTensor, TableTensor
+from quantkit.core.qtensor import BlockTensor, QuantTensor, TableTensor
+from quantkit.core.scheme import OF_BITSANDBYTES, Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats.interface import TensorHeader
+from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 
 STATE = "weight.quant_state.bitsandbytes__"
 FOUR_BIT = ("weight", "weight.absmax", "weight.quant_map")
 NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
+DOUBLE = "-double"  # ends the name of a scheme whose scales are quantized, too
+FOUR_BIT_BLOCK, NESTED_BLOCK = 64, 256  # weights of a scale; scales of a scale of scales
+STATE_BYTES = 120  # of a quant_state's JSON, about: its length depends on the digits of shape and offset
 # The weights that it packs are float16 at most, or of such a range.
 LARGEST = 65504.0
 
 
 class BitsAndBytes:
     name = "bitsandbytes"
-    summary = "NF4, FP4 and LLM.int8 of the bitsandbytes library (read only)"
+    summary = "NF4, FP4 and LLM.int8 of the bitsandbytes library, for transformers"
+    stem = "model"
+    head_embeddings: tuple[str, ...] = ()
+    uniform_groups = False
+    holds_cache_scales = False
+
+    @staticmethod
+    def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
+        if scheme.number in OF_BITSANDBYTES:
+            return None
+        return Refusal(
+            "bitsandbytes holds NF4, FP4 and LLM.int8, not these numbers",
+            "Quantize the 16-bit original with --format bitsandbytes --scheme nf4.",
+        )
+
+    @staticmethod
+    def group_size_for(scheme: Scheme, in_features: int) -> int | None:
+        return scheme.group_size
+
+    @staticmethod
+    def cannot_say(layout: CheckpointLayout) -> str | None:
+        return None
+
+    @staticmethod
+    def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+        count = out_features * in_features
+        if scheme.bits == 8:
+            return count + 4 * out_features + 1
+        blocks = math.ceil(count / FOUR_BIT_BLOCK)
+        scales = 4 * blocks
+        if scheme.number.endswith(DOUBLE):
+            scales = blocks + 4 * math.ceil(blocks / NESTED_BLOCK) + 4 * 256
+        return (count + 1) // 2 + scales + 4 * 16 + STATE_BYTES
+
+    @staticmethod
+    def encode(q: QuantTensor) -> dict[str, Tensor]:
+        raise CheckpointError("bitsandbytes holds no integer codes with scales")
+
+    @staticmethod
+    def decode(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
+        raise CheckpointError("bitsandbytes holds no integer codes with scales")
+
+    @staticmethod
+    def config(layout: CheckpointLayout, version: str) -> dict[str, Any]:
+        """What transformers' BitsAndBytesConfig writes; one scheme for the whole model."""
+        number = next(iter(layout.modules.values())).number
+        int8 = number == "llm-int8"
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": not int8,
+            "load_in_8bit": int8,
+            "bnb_4bit_quant_type": "fp4" if int8 else number.removesuffix(DOUBLE),
+            "bnb_4bit_use_double_quant": number.endswith(DOUBLE),
+            "bnb_4bit_compute_dtype": layout.dtype or "float32",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_threshold": 6.0,
+            "llm_int8_skip_modules": list(layout.dense),
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+        }
+
+    @staticmethod
+    def side_files(config: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
 
     @staticmethod
     def modules(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -74,6 +141,16 @@ class BitsAndBytes:
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> BlockTensor:
         """Decode one module. Raises CheckpointError when its tensors do not fit together."""
         return _int8(parts) if "SCB" in parts else _four_bit(parts)
+
+
+def scheme_of(kind: str, parts: Sequence[str]) -> Scheme | None:
+    """Return what a stored module's kind is as a scheme, None for one that quantkit does not write.
+
+    kind: as ``BitsAndBytes.scheme`` returns it.
+    parts: the module's local names.
+    """
+    number = f"{kind}{DOUBLE}" if NESTED[0] in parts else kind
+    return Scheme.of(number) if number in OF_BITSANDBYTES else None
 
 
 def _int8(parts: Mapping[str, Tensor]) -> BlockTensor:

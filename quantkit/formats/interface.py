@@ -25,6 +25,8 @@ class CheckpointLayout:
     head_embeddings: Sequence[str] = field(default=())
     # True if scales of an fp8 KV cache are stored, see ``Format.holds_cache_scales``
     fp8_cache: bool = False
+    # what the model computes in, as config.json says it; None where nobody asked
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

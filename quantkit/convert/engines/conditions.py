@@ -5,7 +5,7 @@ from __future__ import annotations
 from quantkit.convert.engines.rules import Checkpoint, EngineRule, first
 from quantkit.convert.options.rules import split_fused
 
-CT, GPTQ, AWQ, NATIVE = "compressed-tensors", "gptq", "awq", "native"
+CT, GPTQ, AWQ, NATIVE, BITSANDBYTES = "compressed-tensors", "gptq", "awq", "native", "bitsandbytes"
 MARLIN_GROUPS = (None, 32, 64, 128)
 HUMMING = "humming-kernels 0.1.19"  # vllm-0.33.0's METADATA: Requires-Dist: humming-kernels[cu13]==0.1.19
 

@@ -1,8 +1,11 @@
-"""Which engines read FP8, NVFP4 and MXFP4 as compressed-tensors holds them. What was not read or run is not said: no.
+"""Which engines read FP8, NVFP4 and MXFP4 as compressed-tensors holds them, and what bitsandbytes writes.
+
+What was not read or run is not said: no.
 
 vLLM: compressed_tensors.py (_get_scheme_from_parts) and schemes/compressed_tensors_{w8a8_fp8,w4a4_nvfp4,w4a16_mxfp4}.py
 with their get_min_capability, read in its repository. transformers 5.23 with compressed-tensors 0.20 was run:
-tests/integration/test_float_schemes.py. SGLang, lmdeploy and llama.cpp: from the formats that they list.
+tests/integration/test_float_schemes.py; with bitsandbytes 0.50: tests/interop/test_bitsandbytes_transformers.py.
+SGLang, lmdeploy and llama.cpp: from the formats that they list; vLLM 0.33 reads bitsandbytes no longer.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass, replace
 from quantkit.convert.engines.devices import not_run_on_cpu
 from quantkit.convert.engines.rules import Checkpoint, Engine, Splits, has_experts, largest_split, loading
 from quantkit.convert.engines.verdict import Verdict
+from quantkit.core.scheme import OF_BITSANDBYTES, Scheme
 
 C = "vllm/model_executor/layers/quantization/compressed_tensors/"
 
@@ -47,6 +51,7 @@ READS: dict[str, dict[str, Read]] = {
     "transformers": {
         **{name: Read("", (CT,)) for name in ("W8A8 fp8 channel", "W8A8 fp8 tensor", "W8 fp8 channel")},
         **{name: Read("", (CT, "in bfloat16 only")) for name in ("W4 nvfp4", "W4 mxfp4")},
+        **{Scheme.of(name).describe(): Read("", ("needs accelerate and bitsandbytes",)) for name in OF_BITSANDBYTES},
     },
     "llama.cpp (convert_hf_to_gguf)": {
         name: Read("", ("dequantizes: the GGUF file is 16 bit until llama-quantize rounds it again",))

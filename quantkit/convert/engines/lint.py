@@ -12,6 +12,7 @@ from quantkit.checkpoint.gguf_files.architectures import ARCHITECTURES
 from quantkit.checkpoint.gguf_files.out_names import FAMILIES
 from quantkit.checkpoint.source import Source
 from quantkit.convert.engines import commands, devices
+from quantkit.convert.engines.conditions import BITSANDBYTES
 from quantkit.convert.engines.float_schemes import has_floats, judge_floats
 from quantkit.convert.engines.notes import bfloat16_scales
 from quantkit.convert.engines.rules import Checkpoint, judge
@@ -19,6 +20,7 @@ from quantkit.convert.engines.table import ENGINES, FLOAT_SPLITS
 from quantkit.convert.engines.verdict import Verdict
 from quantkit.convert.plan.targets import Target
 from quantkit.formats import WRITABLE
+from quantkit.formats.bitsandbytes import scheme_of
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.attention_shape import kv_heads, query_heads
 from quantkit.model.language import name_of, output_embeddings, text_config
@@ -80,7 +82,10 @@ def lint_folder(source: Source, shown: str | None = None) -> list[Verdict]:
     for name, place in module_names.items():
         scheme = reader.scheme(name)
         if isinstance(scheme, str):
-            return []
+            named = scheme_of(scheme, reader.modules[name]) if reader.format == BITSANDBYTES else None
+            if named is None:
+                return []
+            scheme = named
         module: Any = model.get_submodule(place)
         kind = "linear"
         if isinstance(module, nn.Embedding) and module is embed:

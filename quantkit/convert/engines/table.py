@@ -10,6 +10,7 @@ from __future__ import annotations
 from quantkit.convert.engines import commands, devices
 from quantkit.convert.engines.conditions import (
     AWQ,
+    BITSANDBYTES,
     CT,
     GPTQ,
     MARLIN_GROUPS,
@@ -73,7 +74,7 @@ VLLM = Engine(
 SGLANG = Engine(
     "SGLang",
     "0.5.23",
-    (CT, GPTQ, AWQ),
+    (CT, GPTQ, AWQ, BITSANDBYTES),
     f"{S}__init__.py:165",
     (
         at(f"{S}compressed_tensors/schemes/compressed_tensors_wNa16.py:84", odd_bits(4, 8), CT),
@@ -122,7 +123,7 @@ LMDEPLOY = Engine(
 TRANSFORMERS = Engine(
     "transformers",
     "5.23",
-    (CT, NATIVE, GPTQ, AWQ),
+    (CT, NATIVE, GPTQ, AWQ, BITSANDBYTES),
     "transformers/quantizers/auto.py:221",
     (
         EngineRule((CT,), "transformers/integrations/compressed_tensors.py:45", transformers_mixed),
@@ -177,8 +178,8 @@ LLAMA_CPP = Engine(
 )
 
 QUANTKIT = Engine(
-    "quantkit", "this version", (CT, NATIVE, GPTQ, AWQ), "quantkit/formats/__init__.py", (), mixtures=lambda c: None,
-    layers=lambda c: None, devices=devices.on_any, command=commands.quantkit,
+    "quantkit", "this version", (CT, NATIVE, GPTQ, AWQ, BITSANDBYTES), "quantkit/formats/__init__.py", (),
+    mixtures=lambda c: None, layers=lambda c: None, devices=devices.on_any, command=commands.quantkit,
 )  # fmt: skip
 
 FLOAT_SPLITS: Splits = (

@@ -1,11 +1,15 @@
-"""``--scheme fp8|fp8-block|fp8-tensor|nvfp4|mxfp4``: the options that it stands for, and those it does not go with."""
+"""``--scheme NAME``: the options that a scheme stands for, and those that it does not go with.
+
+FP8, NVFP4 and MXFP4 in compressed-tensors; the schemes of bitsandbytes: ``bitsandbytes_request.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.core.scheme import Scheme
+from quantkit.convert.options.bitsandbytes_request import FORMAT, check_bitsandbytes
+from quantkit.core.scheme import OF_BITSANDBYTES, Scheme
 from quantkit.errors import RequestError
 
 SET = ("bits", "group_size", "symmetric")  # a scheme fixes these
@@ -36,6 +40,8 @@ def apply_scheme(given: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(f"{typed}: --scheme {name} is {scheme.describe()}. Leave one of them out.")
     chosen = {option: getattr(scheme, option) for option in (*SET, "scale_dtype")}
     chosen["activations"] = USUAL_ACTIVATIONS.get(str(name))
+    if name in OF_BITSANDBYTES:
+        chosen["method"] = "rtn"
     return {option: value for option, value in chosen.items() if option not in given}
 
 
@@ -46,6 +52,9 @@ def check_scheme(options: Any) -> None:
 
     Raises RequestError with the remedy.
     """
+    if options.format == FORMAT or options.scheme in OF_BITSANDBYTES:
+        check_bitsandbytes(options)
+        return
     if options.scheme is None:
         return
     flag = f"--scheme {options.scheme}"

@@ -36,4 +36,12 @@ def checkpoint_layout(weights: Weights, targets: Mapping[str, Target], *, fp8_ca
     dense += [name for name in matrices_without_module(weights) if name not in quantized]
     schemes = {target.name: target.scheme for target in targets.values()}
     names_of_head_embeddings = [target.name for target in head_embeddings(targets)]
-    return CheckpointLayout(dict(sorted(schemes.items())), sorted(dense), names_of_head_embeddings, fp8_cache)
+    stored = weights.source.config
+    dtype = stored.get("dtype") or stored.get("torch_dtype")
+    return CheckpointLayout(
+        dict(sorted(schemes.items())),
+        sorted(dense),
+        names_of_head_embeddings,
+        fp8_cache,
+        None if dtype is None else str(dtype),
+    )

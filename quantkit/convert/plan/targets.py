@@ -18,7 +18,7 @@ from quantkit.convert.gguf.weighing import check_importance
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
 from quantkit.convert.plan.mtp_layers import mtp_linears
-from quantkit.core.scheme import Scheme
+from quantkit.core.scheme import OF_BITSANDBYTES, Scheme
 from quantkit.errors import RequestError
 from quantkit.formats.interface import CheckpointLayout, Format
 from quantkit.model.language import output_embeddings
@@ -340,7 +340,8 @@ def _say_adapted(
         and all(t.in_features % common == 0 for t in targets.chosen.values())
     ):
         targets.warnings.append(f"--group-size {common} gives all linears one group size, which more engines read")
-    ragged = sum(1 for t in targets.chosen.values() if t.scheme.group_size and t.in_features % t.scheme.group_size)
+    along_rows = [t for t in targets.chosen.values() if t.scheme.number not in OF_BITSANDBYTES]
+    ragged = sum(1 for t in along_rows if t.scheme.group_size and t.in_features % t.scheme.group_size)
     if ragged:
         targets.warnings.append(
             f"{ragged} of {len(targets.chosen)} linears end in a short group (only quantkit reads those)"

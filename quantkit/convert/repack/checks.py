@@ -100,10 +100,16 @@ def _stored_words(name: str, stored: set[Any]) -> str:
     return what.format(" and ".join("a whole channel" if value is None else str(value) for value in values))
 
 
-def refuse_gguf(source: Source, requested: Mapping[str, Any]) -> None:
-    """Raise RequestError if a quantized source should become a GGUF file."""
-    if source.quantization() is not None and requested.get("format") == "gguf":
+def refuse_forms(source: Source, requested: Mapping[str, Any]) -> None:
+    """Raise RequestError if a quantized source should become a GGUF file, or be rounded by bitsandbytes."""
+    if source.quantization() is None:
+        return
+    why = {
+        "gguf": "repacking integer codes into a GGUF file has not landed",
+        "bitsandbytes": "bitsandbytes rounds weights anew, which no repack does",
+    }
+    form = str(requested.get("format"))
+    if form in why:
         raise RequestError(
-            f"{source.path}: is quantized already, and repacking integer codes into a GGUF file has not landed. Give"
-            " the 16-bit original with --format gguf."
+            f"{source.path}: is quantized already, and {why[form]}. Give the 16-bit original with --format {form}."
         )

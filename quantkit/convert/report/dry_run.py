@@ -63,7 +63,7 @@ def _request_lines(plan: Plan) -> list[str]:
         ),
         (
             f"  method    {method_words(options.method, options.method_options, options.preset)},"
-            f" {options.scheme_words}, scales by {options.scales};"
+            f" {options.scheme_words}{'' if options.format == 'bitsandbytes' else f', scales by {options.scales}'};"
             f" format {options.format}{cache}"
         ),
     ]

@@ -30,6 +30,8 @@ from quantkit.core.rounding.activations import input_hook
 from quantkit.core.rounding.numbers import LARGEST_E2M1, LARGEST_E4M3
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericsError
+from quantkit.formats.bitsandbytes import BitsAndBytes
+from quantkit.formats.bitsandbytes_library import encode_weight
 from quantkit.formats.interface import Format
 from quantkit.model.skeleton import block_linears
 
@@ -95,12 +97,53 @@ def quantize_block(
         mine = [(name, target) for name, target in named if target is not None]
         round_block(solver.options, solver.loops, mine, block, groups, result, solver.weighing)
         return
+    if solver.options.format == "bitsandbytes":
+        _round_by_library(solver, prefix, block, result)
+        return
     solved: Iterable[_Solved] = _solve_groups(solver, prefix, block, groups, result)
     if tune_inputs is not None:
         solved = _learn(solver, prefix, block, list(solved), tune_inputs, result)
     for linear in solved:
         raise_if_interrupted()
         _write_result(solver, linear, result)
+
+
+def _round_by_library(solver: Solver, prefix: str, block: nn.Module, result: BlockResult) -> None:
+    """Let bitsandbytes round the linears of a block, and fill ``result``; the block computes with them from now on."""
+    for name in block_linears(block):
+        target = solver.targets.get(f"{prefix}.{name}")
+        if target is None:
+            continue
+        raise_if_interrupted()
+        linear: nn.Linear = block.get_submodule(name)  # type: ignore[assignment]
+        weight = _finite_weight(target, linear)
+        try:
+            parts = encode_weight(weight, target.scheme.number)
+        except NumericsError as error:
+            raise NumericsError(f"{target.name}: {error}") from error
+        found = BitsAndBytes.read_module(target.name, parts, {})
+        dequantized = found.dequantize().to(weight.device)
+        result.parts.update({f"{target.name}.{local}": value for local, value in parts.items()})
+        result.digests[target.name] = decision_sha256(found)
+        result.layers.append(
+            LayerReport(
+                name=target.name,
+                scheme=target.scheme.describe(),
+                relative_weight_error=_relative_error(weight, dequantized),
+                relative_output_error=None,
+                weights=weight.numel(),
+                bits=found.bits_stored,
+            )
+        )
+        linear.weight = nn.Parameter(dequantized, requires_grad=False)
+
+
+def _finite_weight(target: Target, linear: nn.Linear) -> Tensor:
+    """Return a linear's weight. Raises NumericsError if it is not finite."""
+    weight = linear.weight.detach()
+    if not all_finite(weight):
+        raise NumericsError(f"{target.name}: the weight holds NaN or infinite values. Use a sound model.")
+    return weight
 
 
 @dataclass(frozen=True)
@@ -162,8 +205,7 @@ def _stacks(solver: Solver, prefix: str, block: nn.Module, groups: Sequence[Inpu
             targets = [solver.targets[f"{prefix}.{name}"] for name in names]
             linears: list[nn.Linear] = [block.get_submodule(name) for name in names]  # type: ignore[misc]
             for target, linear in zip(targets, linears, strict=True):
-                if not all_finite(linear.weight.detach()):
-                    raise NumericsError(f"{target.name}: the weight holds NaN or infinite values. Use a sound model.")
+                _finite_weight(target, linear)
             yield _Stack(names, targets, linears, group)
 
 
