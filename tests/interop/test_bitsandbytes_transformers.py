@@ -49,8 +49,8 @@ with torch.no_grad():
 kinds = sorted({type(layer).__name__ for layer in layers.values()})
 print(json.dumps({"kinds": kinds, "packed": packed, "dense": dense}))
 """
-# Relative differences of logits. dense: of the numbers that the library decodes (measured: none). packed: of its kernels,
-# which round scales to bfloat16 on a CPU with AVX512-BF16, and activations to int8 for LLM.int8 (measured: 0.031).
+# Relative differences of logits. dense: of the numbers that the library decodes (measured: none). packed: of its
+# kernels, which round scales to bfloat16 on a CPU with AVX512-BF16, and activations to int8 for LLM.int8 (0.031).
 LIMITS = {"dense": 1e-5, "packed": 5e-3}
 OF_INT8 = {"dense": 1e-5, "packed": 6e-2}
 
