@@ -20,6 +20,7 @@ FOREIGN = {
     "utils",
     "auto_awq.py",
     "quant_utils.py",
+    "bitsandbytes",
 }  # what other projects' paths begin with
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
