@@ -29,6 +29,7 @@ from quantkit.runtime.kernels.numba import threads
 READ_AND_WRITE = 200  # unpack, check, encode, hash, write, read back
 FOLDS = 100  # experiments that find what scales what
 SEARCH, SEARCH_BY_TORCH = 90, 900  # of ranges, compiled and not
+BLOCK_SEARCH, BLOCK_SEARCH_BY_TORCH = 700, 8000  # of scales for GGUF's blocks
 BEGIN = 10.0  # seconds: libraries, tokenizer, the sample at the end
 # products that solving takes, in out x in x in: GPTQ's loops over columns and refining, AWQ's trials, the report; and
 # in x in x in: the factor of a Hessian
@@ -116,7 +117,11 @@ def count_work(
         products += (1 + FORWARD_AND_BACK) * inputs.distil.ids.numel() * every
     weights = sum(target.out_features * target.in_features for target in targets.values())
     searched = options.scales == "search"
-    search = (SEARCH if threads.available() else SEARCH_BY_TORCH) if searched else 0
+    compiled = threads.available()
+    if options.gguf_type is None:
+        search = (SEARCH if compiled else SEARCH_BY_TORCH) if searched else 0
+    else:  # gptq searches with error feedback and without
+        search = (BLOCK_SEARCH if compiled else BLOCK_SEARCH_BY_TORCH) * (2 if options.method == "gptq" else 1)
     return Work(products, weights * (READ_AND_WRITE + options.folds * FOLDS + search))
 
 
