@@ -204,7 +204,8 @@ def test_a_job_stopped_before_its_last_rename_says_what_it_chose(
     (tmp_path / ".out.work" / "measured.json").unlink()  # as if it was killed while it tidied up
     report = convert(tiny_original, tmp_path / "out", calibration_text, resume=True, **options)
     assert report.allocation == whole.allocation
-    assert report.engines == whole.engines
+    found, wanted = ([replace(one, command=None) for one in each.engines] for each in (report, whole))
+    assert found == wanted  # commands name the folders
 
 
 @pytest.mark.parametrize(
