@@ -9,17 +9,18 @@ from typing import Any
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.regular import given_path
 from quantkit.convert.options.checks import refuse_without_effect
+from quantkit.convert.options.gguf_request import require_gguf_type
 from quantkit.convert.options.resolve import renamed, resolve_options
 from quantkit.convert.plan.plan import Plan, make_plan
 from quantkit.convert.progress import Listener
-from quantkit.convert.repack.checks import refuse_gguf, refuse_preset
+from quantkit.convert.repack.checks import refuse_preset
 from quantkit.convert.repack.plan import RepackPlan, plan_repack
+from quantkit.convert.repack.request import seen_for
 from quantkit.convert.repack.run import run_repack
 from quantkit.convert.report import dry_run
 from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.run import run
 from quantkit.core.interrupt import interruptible
-from quantkit.runtime.layers.dense_source import as_original
 
 
 @interruptible()
@@ -65,12 +66,12 @@ def plan_request(source: str | Path, out: str | Path, *, preset: str | None = No
     typed = renamed(typed)
     where = given_path(out)
     options = resolve_options(source, out, preset, typed)
-    opened = as_original(open_source(source))
-    refuse_gguf(opened, typed)
+    opened = seen_for(open_source(source), typed)
     repacking = plan_repack(opened, where, typed)
     if repacking is not None:
         refuse_preset(str(source), preset)
         return repacking
+    require_gguf_type(options)
     refuse_without_effect(typed, options)
     return make_plan(options, opened)
 

@@ -53,13 +53,14 @@ class QuantizedReader:
     Raises CheckpointError if a tensor of a quantized module is missing.
     """
 
-    def __init__(self, source: Readable) -> None:
+    def __init__(self, source: Readable, form: Reader | None = None) -> None:
+        """Find the modules. form: the format that reads them, where the source's config names none of the readable."""
         self.source = source
         self.config = source.quantization()
         self._format: Reader | None = None
         self.modules: dict[str, tuple[str, ...]] = {}
         if self.config is not None:
-            self._format = reader_format(self.config)
+            self._format = reader_format(self.config) if form is None else form
             with _damaged(f"{source.path}: quantization_config"):
                 self.modules = self._format.modules(source.names(), self.config)
             stored = set(source.names())

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.source import Source
 from quantkit.convert.options.options import DEFAULTS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
-FREE = ("source", "out", "format", "overwrite", "device")
+FREE = ("source", "out", "format", "overwrite", "device", "repack", "allow_rounding")
 
 
 def refuse_contradictions(
@@ -51,6 +50,11 @@ def refuse_contradictions(
             continue
         if name not in stored and value == DEFAULTS[name]:  # asks for nothing
             continue
+        if name == "gguf_type":
+            raise RequestError(
+                f"--gguf-type {value}: {path} is quantized already, and its codes decide the type of each tensor. Leave"
+                " it out, or give the 16-bit original."
+            )
         if name not in stored:
             raise RequestError(
                 f"{_typed(name, value)} has no effect: {path} is quantized already, and repacking it changes no code."
@@ -98,12 +102,3 @@ def _stored_words(name: str, stored: set[Any]) -> str:
         return "a method that its folder does not tell"
     what = {"bits": "{} bits", "group_size": "groups of {}", "kv_bits": "a KV cache of {} bits"}.get(name, "{}")
     return what.format(" and ".join("a whole channel" if value is None else str(value) for value in values))
-
-
-def refuse_gguf(source: Source, requested: Mapping[str, Any]) -> None:
-    """Raise RequestError if a quantized source should become a GGUF file."""
-    if source.quantization() is not None and requested.get("format") == "gguf":
-        raise RequestError(
-            f"{source.path}: is quantized already, and repacking integer codes into a GGUF file has not landed. Give"
-            " the 16-bit original with --format gguf."
-        )
