@@ -129,6 +129,7 @@ def _measures(options: ConvertOptions, budget: BitBudget | None) -> bool:
 
 
 EXACT = ("F32", "F16", "BF16")
+KEEP = "; --repack keeps its numbers, in another format"
 
 
 def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
@@ -284,12 +285,12 @@ def _source_notes(options: ConvertOptions, source: Source, form: Format) -> list
     if rounded:
         notes.append(
             f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its"
-            " weights are read as float16, and losses and sizes are counted from there"
+            f" weights are read as float16, and losses and sizes are counted from there{KEEP}"
         )
     if isinstance(source, DenseSource):
         notes.append(
             f"the source is stored as {source.stored_as()}: its weights are read as"
-            f" {str(source.dtype).removeprefix('torch.')}, and losses and sizes are counted from there"
+            f" {str(source.dtype).removeprefix('torch.')}, and losses and sizes are counted from there{KEEP}"
         )
     if options.cache.wanted:
         notes += cache_elsewhere(options.kv_bits, form)

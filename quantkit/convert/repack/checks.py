@@ -50,16 +50,8 @@ def refuse_contradictions(
             continue
         if name not in stored and value == DEFAULTS[name]:  # asks for nothing
             continue
-        if name == "gguf_type":
-            raise RequestError(
-                f"--gguf-type {value}: {path} is quantized already, and its codes decide the type of each tensor. Leave"
-                " it out, or give the 16-bit original."
-            )
         if name not in stored:
-            raise RequestError(
-                f"{_typed(name, value)} has no effect: {path} is quantized already, and repacking it changes no code."
-                " Leave it out."
-            )
+            raise RequestError(_no_effect(path, name, value))
         wanted = None if name == "group_size" and value == "channel" else value
         wanted = str(value) if name == "kv_bits" else wanted
         # Layers whose width a group size does not divide have a smaller one: asking for the usual size is no
@@ -82,6 +74,14 @@ def refuse_preset(path: str, preset: str | None) -> None:
     """
     if preset is not None:
         raise RequestError(f"--preset {preset} has no effect: {path} is quantized and is repacked. Leave it out.")
+
+
+def _no_effect(path: Path, name: str, value: Any) -> str:
+    """Say why an option has no effect on a repack."""
+    why = "repacking it changes no code"
+    if name == "gguf_type":
+        why = "its codes decide the type of each tensor"
+    return f"{_typed(name, value)} has no effect: {path} is quantized already, and {why}. Leave it out."
 
 
 def _typed(name: str, value: Any) -> str:

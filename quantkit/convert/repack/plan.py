@@ -27,7 +27,7 @@ from quantkit.core.kvscheme import KVPlan
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError, SourceError
-from quantkit.formats import writer_format
+from quantkit.formats import PACKED, writer_format
 from quantkit.formats.gguf import GGUF
 from quantkit.formats.interface import CheckpointLayout, Format
 from quantkit.formats.kv_scales import read_kv_plan
@@ -131,15 +131,11 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     reader = QuantizedReader(source, GGUF if isinstance(source, PackedGGUF) else None)
     text_problems = list[str]()
     cache = plan_cache(source, out, requested, text_problems)
-    usual = "compressed-tensors" if cache is None else reader.format
-    form = writer_format(str(requested.get("format", usual)))
-    overwrite = bool(requested.get("overwrite", False))
-    check_output(out, overwrite)
+    form = _target(reader, requested, cache)
+    check_output(out, bool(requested.get("overwrite", False)))
     refuse_same_place(out, source)
     schemes = {name: reader.scheme(name) for name in reader.modules}
-    kv, kept = (read_kv_plan(source.path) if source.path.is_dir() and cache is None else None), []
-    if kv is not None and form.name == GGUF.name:
-        kv, kept = None, ["how the KV cache is kept (quantkit_kv.safetensors) has no place in a GGUF file: left out"]
+    kv, kept = _kept_cache(source, form, cache)
     integers = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Scheme)}
     _refuse_options(source, requested, list(integers.values()), kv, cache)
     structure = structure_of(reader, source.config)
@@ -148,31 +144,33 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     layout = _layout(reader, form, structure, integers, _holds_fp8(kv, cache))
     shapes = {name: reader.shape(name) for name in integers}
     rounding = bool(requested.get("allow_rounding", False))
+    refused = _refused(reader, form, layout, schemes, shapes, rounding) + _no_place_for_cache(form, cache)
     copied = [source.info(name) for name in plain]
-    refused = _refused(reader, form, layout, schemes, shapes, rounding)
-    refused += _no_place_for_cache(form, cache)
     packed = 0 if refused else sum(form.stored_bytes(scheme, *shapes[name]) for name, scheme in integers.items())
     need = predict_repack(copied, packed, [*shapes.values()], cache.host if cache else 0, _vocabulary(source))
     output = packed + sum(info.nbytes for info in copied)
     return RepackPlan(
-        source=source,
-        reader=reader,
-        out=out,
-        format=form,
-        overwrite=overwrite,
-        layout=layout,
-        plain=tuple(plain),
-        kv_bits=16 if kv is None else kv.label,
-        kv=kv,
-        cache=cache,
-        output=output,
-        host=need.host,
-        generates=need.generates,
-        rounding=rounding,
+        source=source, reader=reader, out=out, format=form, overwrite=bool(requested.get("overwrite", False)),
+        layout=layout, plain=tuple(plain), kv_bits=16 if kv is None else kv.label, kv=kv, cache=cache,
+        output=output, host=need.host, generates=need.generates, rounding=rounding,
         one_file=GGUFNames(source, reader) if form.name == GGUF.name else None,
         problems=(*text_problems, *bias_problems, *refused, *lacks_room(out.parent, 2 * output, "an --out")),
         warnings=(*bias_notes, *kept, *_warnings(reader, form, layout, kv, cache)),
-    )
+    )  # fmt: skip
+
+
+def _target(reader: QuantizedReader, requested: Mapping[str, Any], cache: CachePlan | None) -> Format:
+    """Return the format that was asked for; else the source's own for a calibration of the cache, or the usual one."""
+    own = cache is not None and reader.format in PACKED
+    return writer_format(str(requested.get("format", reader.format if own else PACKED[0])))
+
+
+def _kept_cache(source: Source, form: Format, cache: CachePlan | None) -> tuple[KVPlan | None, list[str]]:
+    """Return the stored plan of the KV cache, unless it is calibrated anew or has no place; and a note on that."""
+    kv = read_kv_plan(source.path) if source.path.is_dir() and cache is None else None
+    if kv is not None and form.name == GGUF.name:
+        return None, ["how the KV cache is kept (quantkit_kv.safetensors) has no place in a GGUF file: left out"]
+    return kv, []
 
 
 def _refuse_options(
