@@ -14,6 +14,7 @@ from quantkit.convert.options.resolve import renamed, resolve_options
 from quantkit.convert.plan.plan import Plan, make_plan
 from quantkit.convert.progress import Listener
 from quantkit.convert.repack.checks import refuse_preset
+from quantkit.convert.repack.dequantize import DequantizePlan, plan_dequantize, run_dequantize
 from quantkit.convert.repack.plan import RepackPlan, plan_repack
 from quantkit.convert.repack.request import seen_for
 from quantkit.convert.repack.run import run_repack
@@ -21,6 +22,8 @@ from quantkit.convert.report import dry_run
 from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.run import run
 from quantkit.core.interrupt import interruptible
+
+AnyPlan = Plan | RepackPlan | DequantizePlan
 
 
 @interruptible()
@@ -51,8 +54,8 @@ def convert(
     return execute(planned, on_progress or (lambda progress: None), started)
 
 
-def plan_request(source: str | Path, out: str | Path, *, preset: str | None = None, **typed: Any) -> Plan | RepackPlan:
-    """Plan what ``convert`` would do with the same arguments: a conversion, or a repack of a quantized source.
+def plan_request(source: str | Path, out: str | Path, *, preset: str | None = None, **typed: Any) -> AnyPlan:
+    """Plan what ``convert`` would do with the same arguments: a conversion, a repack, a dense copy.
 
     The source is opened here, once.
 
@@ -66,6 +69,9 @@ def plan_request(source: str | Path, out: str | Path, *, preset: str | None = No
     typed = renamed(typed)
     where = given_path(out)
     options = resolve_options(source, out, preset, typed)
+    if options.dequantize:
+        refuse_preset(str(source), preset)
+        return plan_dequantize(open_source(source), where, typed)
     opened = seen_for(open_source(source), typed)
     repacking = plan_repack(opened, where, typed)
     if repacking is not None:
@@ -76,7 +82,7 @@ def plan_request(source: str | Path, out: str | Path, *, preset: str | None = No
     return make_plan(options, opened)
 
 
-def execute(planned: Plan | RepackPlan, listen: Listener, started: float | None = None) -> ConvertReport:
+def execute(planned: AnyPlan, listen: Listener, started: float | None = None) -> ConvertReport:
     """Execute a plan.
 
     planned: what ``plan_request`` returned.
@@ -85,14 +91,16 @@ def execute(planned: Plan | RepackPlan, listen: Listener, started: float | None 
 
     Raises QuantkitError if the plan has problems.
     """
+    if isinstance(planned, DequantizePlan):
+        return run_dequantize(planned, listen, started)
     return run(planned, listen, started) if isinstance(planned, Plan) else run_repack(planned, listen, started)
 
 
-def describe(planned: Plan | RepackPlan) -> str:
+def describe(planned: AnyPlan) -> str:
     """Return the plan in words: what ``--dry-run`` prints."""
     return dry_run.describe(planned) if isinstance(planned, Plan) else planned.describe()
 
 
-def plan_json(planned: Plan | RepackPlan) -> dict[str, Any]:
+def plan_json(planned: AnyPlan) -> dict[str, Any]:
     """Return the plan as JSON: what ``--dry-run --json`` prints."""
     return dry_run.plan_json(planned) if isinstance(planned, Plan) else planned.to_json()

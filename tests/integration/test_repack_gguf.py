@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from tokenizers import pre_tokenizers
+from english import with_tokenizer_of_english
 
 import quantkit as qk
 from quantkit.checkpoint.gguf_files.source import GGUFSource
 from quantkit.checkpoint.open import open_source
-from quantkit.checkpoint.tokenizer import ENGLISH
 from quantkit.cli.main import cli
 from quantkit.core.qtensor import QuantTensor
 from quantkit.errors import QuantkitError, RequestError
@@ -43,23 +41,6 @@ def exact(path: Path, name: str) -> torch.Tensor:
 
 def kinds(path: Path) -> set[str]:
     return {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
-
-
-def with_tokenizer_of_english(model: Path, folder: Path) -> Path:
-    """A copy whose tokenizer has merges for English: a GGUF file's is tried before it is taken."""
-    from tokenizers import Tokenizer, trainers
-
-    shutil.copytree(model, folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    trainer = trainers.BpeTrainer(
-        vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"],
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([ENGLISH] * 4, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.fixture(scope="module")

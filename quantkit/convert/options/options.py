@@ -95,6 +95,9 @@ class ConvertOptions:
     repack: bool = False
     # What the format of a repack cannot keep is rounded, see convert.repack.fit.
     allow_rounding: bool = False
+    # A quantized source becomes a dense checkpoint, in this dtype, see convert.repack.dequantize.
+    dequantize: bool = False
+    dtype: str = "auto"
     seed: int = 0
     strict_groups: bool = False
     overwrite: bool = False
@@ -312,6 +315,8 @@ class ConvertOptions:
             "work_dir",
             "repack",
             "allow_rounding",
+            "dequantize",
+            "dtype",
         ):
             data.pop(key)
         if self.scheme is None:

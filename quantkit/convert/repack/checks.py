@@ -51,7 +51,9 @@ def refuse_contradictions(
         if name not in stored and value == DEFAULTS[name]:  # asks for nothing
             continue
         if name not in stored:
-            raise RequestError(_no_effect(path, name, value))
+            blocks = "its codes decide the type of each tensor"
+            why = blocks if name == "gguf_type" else "repacking it changes no code"
+            raise RequestError(no_effect(name, value, f"{path} is quantized already, and {why}"))
         wanted = None if name == "group_size" and value == "channel" else value
         wanted = str(value) if name == "kv_bits" else wanted
         # Layers whose width a group size does not divide have a smaller one: asking for the usual size is no
@@ -76,12 +78,12 @@ def refuse_preset(path: str, preset: str | None) -> None:
         raise RequestError(f"--preset {preset} has no effect: {path} is quantized and is repacked. Leave it out.")
 
 
-def _no_effect(path: Path, name: str, value: Any) -> str:
-    """Say why an option has no effect on a repack."""
-    why = "repacking it changes no code"
-    if name == "gguf_type":
-        why = "its codes decide the type of each tensor"
-    return f"{_typed(name, value)} has no effect: {path} is quantized already, and {why}. Leave it out."
+def no_effect(name: str, value: Any, why: str) -> str:
+    """Say that an option has no effect.
+
+    name, value: of the option. why: a sentence without full stop.
+    """
+    return f"{_typed(name, value)} has no effect: {why}. Leave it out."
 
 
 def _typed(name: str, value: Any) -> str:

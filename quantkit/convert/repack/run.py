@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from quantkit.checkpoint.source import FolderSource
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -22,11 +20,11 @@ from quantkit.convert.output.smoke_test import TOO_LARGE, continue_prompt
 from quantkit.convert.output.verify import verify_folder, verify_kv
 from quantkit.convert.plan.random_tokens import fallback
 from quantkit.convert.progress import Listener, Progress
+from quantkit.convert.repack.batch import Batch
 from quantkit.convert.repack.fit import fit
 from quantkit.convert.repack.gguf_out import write_repacked
 from quantkit.convert.repack.gguf_source import PackedGGUF
 from quantkit.convert.repack.kv_cache import CachePlan, calibrate_cache, manifest_entry
-from quantkit.convert.repack.memory import PART_BYTES
 from quantkit.convert.repack.plan import RepackPlan, integer_module, read_manifest
 from quantkit.convert.report.kv_cache import summary
 from quantkit.convert.report.report import ConvertReport
@@ -149,7 +147,7 @@ def _write_tensors(
 
     Returns ``decision_sha256`` by module.
     """
-    reader, batch, decisions = plan.reader, _Batch(writer), dict[str, str]()
+    reader, batch, decisions = plan.reader, Batch(writer), dict[str, str]()
     for done, name in enumerate(reader.modules):
         raise_if_interrupted()
         listen(Progress("repack", done, len(reader.modules), name))
@@ -185,25 +183,6 @@ def _smoke_test(plan: RepackPlan, folder: Path) -> dict[str, str] | str:
     return continue_prompt(
         folder, fallback(tokenizer), tokenizer, str(plan.out), "please report it: no code was changed"
     )
-
-
-class _Batch:
-    """Collects tensors into parts of about PART_BYTES."""
-
-    def __init__(self, writer: CheckpointWriter) -> None:
-        self.writer, self.tensors, self.size, self.parts = writer, dict[str, Tensor](), 0, 0
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors.update(tensors)
-        self.size += sum(tensor.nbytes for tensor in tensors.values())
-        if self.size >= PART_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.tensors:
-            self.writer.add_part(f"repack-{self.parts:05d}", self.tensors)
-        self.tensors, self.size, self.parts = {}, 0, self.parts + 1
-        release_free_memory()
 
 
 def _manifest(plan: RepackPlan, calibration: dict[str, Any] | None, report: ConvertReport) -> dict[str, Any]:
