@@ -15,7 +15,7 @@ from quantkit.core.mapped import View
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats import reader_format
+from quantkit.formats import labelled, reader_format
 from quantkit.formats.interface import Reader, TensorHeader
 from quantkit.formats.stored_parts import check_layouts, check_values
 
@@ -60,7 +60,11 @@ class QuantizedReader:
         self._format: Reader | None = None
         self.modules: dict[str, tuple[str, ...]] = {}
         if self.config is not None:
-            self._format = reader_format(self.config) if form is None else form
+            if form is None:
+                with _damaged(str(source.path)):
+                    self.config = labelled(self.config)
+                    form = reader_format(self.config)
+            self._format = form
             with _damaged(f"{source.path}: quantization_config"):
                 self.modules = self._format.modules(source.names(), self.config)
             stored = set(source.names())

@@ -32,6 +32,7 @@ from quantkit.formats.gguf import GGUF
 from quantkit.formats.interface import CheckpointLayout, Format
 from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
+from quantkit.formats.stored_parts import STATIC
 
 # last names of position embeddings, for models whose structure is not known
 POSITIONS = ("wpe", "embed_positions", "position_embeddings")
@@ -223,7 +224,7 @@ def _cache_scales_left(reader: QuantizedReader, layout: CheckpointLayout, kv: KV
 
 def _static_activations(reader: QuantizedReader) -> list[str]:
     """Return a warning if fixed scales of activations are stored, which are not copied."""
-    modules = [name for name, local in reader.modules.items() if "input_scale" in local]
+    modules = [name for name, local in reader.modules.items() if set(STATIC) & set(local)]
     if not modules:
         return []
     return [

@@ -19,6 +19,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
 from quantkit.formats.floats import gpt_oss
 from quantkit.formats.reader import QuantizedReader
+from quantkit.formats.stored_parts import STATIC
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -54,7 +55,7 @@ def stored_experts(source: Source) -> Source:
 
 def tell_of_static_activations(reader: QuantizedReader) -> None:
     """Warn if a checkpoint stores fixed scales of activations, which other engines round by: quantkit does not."""
-    modules = [name for name, local in reader.modules.items() if "input_scale" in local]
+    modules = [name for name, local in reader.modules.items() if set(STATIC) & set(local)]
     if modules:
         warnings.warn(
             f"{reader.source.path}: {len(modules)} linears (first {modules[0]}) store a fixed scale for their"
@@ -88,7 +89,7 @@ class DenseSource:
             self._plain = [name for name in names if name not in packed]
         else:
             self._shapes = {f"{name}.weight": _shape(reader, name) for name in reader.modules}
-            self._plain = [name for name in reader.plain_names() if not name.endswith(".input_scale")]
+            self._plain = [name for name in reader.plain_names() if name.rpartition(".")[2] not in STATIC]
 
     @property
     def format(self) -> str:
