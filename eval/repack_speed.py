@@ -2,9 +2,9 @@
 
     python eval/repack_speed.py FOLDER --work DIR [--gigabytes 3] [--out eval/results/repack.json]
 
-FOLDER: a real model, quantized (W4, groups of 64 or so), whose tokenizer the synthetic checkpoint borrows. Every repack
-is a process of its own, timed from outside, start of Python counted. The copy is ``shutil.copyfile`` and fsync, of a file
-that was just written, as what is repacked was.
+FOLDER: a real model, quantized (W4, groups of 64 or so), whose tokenizer the synthetic checkpoint borrows. Every
+repack is a process of its own, timed from outside, start of Python counted. The copy is ``shutil.copyfile`` and fsync,
+of a file that was just written, as what is repacked was.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = {
 
 
 def synthetic(real: Path, out: Path, size: int) -> int:
-    """Write a Llama of random codes in compressed-tensors, symmetric W4 g128, shards of a gigabyte; return its bytes."""
+    """Write a Llama of random codes in compressed-tensors, symmetric W4 g128, in shards; return its bytes."""
     shutil.copytree(real, out, ignore=shutil.ignore_patterns("*.safetensors*", "quantkit.json"))
     config = json.loads((real / "config.json").read_text())
     vocabulary = config["vocab_size"]

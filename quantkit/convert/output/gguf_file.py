@@ -17,7 +17,7 @@ from quantkit.checkpoint.gguf_files.out_names import Names, Place
 from quantkit.checkpoint.gguf_files.out_vocabulary import copied_vocabulary, read_metadata, vocabulary_fields
 from quantkit.checkpoint.gguf_files.vocabulary import rebuild
 from quantkit.checkpoint.names import COMPUTED
-from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.source import Source, all_finite
 from quantkit.checkpoint.tokenizer import ENGLISH, ROUND_TRIP_TEXT
 from quantkit.checkpoint.writer import CheckpointWriter, WrittenTensor
 from quantkit.convert.gguf.names import config_of
@@ -178,8 +178,9 @@ def _value(part: _Part, writer: CheckpointWriter) -> Tensor:
         block_kind(part.kind)
         return part.place.apply(value)
     dtype = DTYPES[part.kind]
-    cast = part.place.apply(value.float()).to(dtype)
-    if not bool(torch.isfinite(cast).all()):
+    kept = value.dtype == dtype and not part.place.shift  # an embedding in float32 beside itself takes a gigabyte
+    cast = part.place.apply(value if kept else value.float()).to(dtype)
+    if not all_finite(cast):
         raise NumericsError(
             f"{part.stored}: holds {float(value.float().abs().max()):.4g}, more than {part.kind} can. Use --gguf-type"
             " bf16 or f32."

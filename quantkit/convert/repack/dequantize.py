@@ -19,16 +19,15 @@ from quantkit.checkpoint.source import Source, TensorInfo
 from quantkit.checkpoint.writer import CheckpointWriter, check_output
 from quantkit.convert.options.options import DEFAULTS
 from quantkit.convert.output.side_files import write_beside
-from quantkit.convert.output.smoke_test import TOO_LARGE, continue_prompt
+from quantkit.convert.output.smoke_test import continue_prompt
 from quantkit.convert.output.verify import verify_folder
-from quantkit.convert.plan.memory import GENERATE_BYTES
 from quantkit.convert.plan.paths import lacks_room
 from quantkit.convert.plan.plan import refuse_same_place
 from quantkit.convert.plan.random_tokens import fallback
 from quantkit.convert.progress import Listener, Progress
 from quantkit.convert.repack.batch import Batch
 from quantkit.convert.repack.checks import no_effect
-from quantkit.convert.repack.memory import LIBRARIES, PART_BYTES
+from quantkit.convert.repack.memory import LIBRARIES, PART_BYTES, SAMPLE_BYTES, TOO_LARGE
 from quantkit.convert.report.report import ConvertReport
 from quantkit.core.host import current_rss, map_large_blocks, peak_rss
 from quantkit.core.interrupt import raise_if_interrupted, undisturbed
@@ -184,7 +183,7 @@ def plan_dequantize(source: Source, out: Path, requested: Mapping[str, Any]) -> 
     # a matrix as codes, as float32 twice, and in the dtype; parts of files beside it
     working = 2 * PART_BYTES + 14 * largest
     numbers = sum(torch.Size(info.shape).numel() for info in infos)
-    generates = 4 * numbers <= max(GENERATE_BYTES, working)
+    generates = 4 * numbers <= max(SAMPLE_BYTES, working)
     host = current_rss() + LIBRARIES + max(working, 8 * numbers if generates else 0)
     kept = "how the KV cache is kept (quantkit_kv.safetensors) belongs to the quantized model: left out"
     has_cache = source.path.is_dir() and (source.path / "quantkit_kv.safetensors").exists()

@@ -148,7 +148,9 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     refused = _refused(reader, form, layout, schemes, shapes, rounding) + _no_place_for_cache(form, cache)
     copied = [source.info(name) for name in plain]
     packed = 0 if refused else sum(form.stored_bytes(scheme, *shapes[name]) for name, scheme in integers.items())
-    need = predict_repack(copied, packed, [*shapes.values()], cache.host if cache else 0, _vocabulary(source))
+    calibrating, vocabulary = cache.host if cache else 0, _vocabulary(source)
+    unpacks = form.name == GGUF.name
+    need = predict_repack(copied, packed, [*shapes.values()], calibrating, vocabulary, unpacks=unpacks)
     output = packed + sum(info.nbytes for info in copied)
     return RepackPlan(
         source=source, reader=reader, out=out, format=form, overwrite=bool(requested.get("overwrite", False)),

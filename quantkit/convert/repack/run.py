@@ -16,7 +16,7 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert.engines.lint import gguf_readers, lint_folder
 from quantkit.convert.output.side_files import write_beside
-from quantkit.convert.output.smoke_test import TOO_LARGE, continue_prompt
+from quantkit.convert.output.smoke_test import continue_prompt
 from quantkit.convert.output.verify import verify_folder, verify_kv
 from quantkit.convert.plan.random_tokens import fallback
 from quantkit.convert.progress import Listener, Progress
@@ -25,6 +25,7 @@ from quantkit.convert.repack.fit import fit
 from quantkit.convert.repack.gguf_out import write_repacked
 from quantkit.convert.repack.gguf_source import PackedGGUF
 from quantkit.convert.repack.kv_cache import CachePlan, calibrate_cache, manifest_entry
+from quantkit.convert.repack.memory import TOO_LARGE
 from quantkit.convert.repack.plan import RepackPlan, integer_module, read_manifest
 from quantkit.convert.report.kv_cache import summary
 from quantkit.convert.report.report import ConvertReport
