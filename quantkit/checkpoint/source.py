@@ -212,6 +212,8 @@ class FolderSource:
             found = {"quant_method": "modelopt", **read_json(self.path / MODELOPT)}
         if found is None and any(name.endswith(".qweight") for name in self._files):
             found = self._legacy_quantization()
+        if found is None and isinstance(self.config.get("quantization"), dict):
+            found = {"quant_method": "mlx", **self.config["quantization"]}
         if found is not None and not isinstance(found, dict):
             raise SourceError(f"{self.path / 'config.json'}: quantization_config is no JSON object. Download it again.")
         return found

@@ -286,6 +286,35 @@ class ConvertCommand(GroupedCommand):
     is_flag=True,
     help="Refuse a group size that does not divide, instead of adapting it.",
 )
+@grouped(
+    "Repack",
+    "--repack",
+    is_flag=True,
+    help=(
+        "Keep the numbers of a GGUF file, or of an FP8, NVFP4 or MXFP4 folder, and write them in --format, instead of"
+        " quantizing them anew. (integers with scales are always repacked)"
+    ),
+)
+@grouped(
+    "Repack",
+    "--allow-rounding",
+    is_flag=True,
+    help="Round what --format cannot keep (scales, minima); how much is measured for each weight, in quantkit.json.",
+)
+@grouped(
+    "Repack",
+    "--dequantize",
+    is_flag=True,
+    help="Write a quantized folder or GGUF file as a dense checkpoint that plain transformers loads.",
+)
+@grouped(
+    "Repack",
+    "--dtype",
+    default="auto",
+    show_default=True,
+    metavar="DTYPE",
+    help="With --dequantize: float16, bfloat16, float32 (keeps every number), or auto: the config's.",
+)
 @grouped("Running", "--dry-run", is_flag=True, help="Print the plan and what it needs, then stop.")
 @grouped("Running", "--overwrite", is_flag=True, help="Replace an existing model folder.")
 @grouped("Running", "--resume", is_flag=True, help="Go on with a job that was killed or stopped.")

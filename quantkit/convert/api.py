@@ -9,17 +9,21 @@ from typing import Any
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.regular import given_path
 from quantkit.convert.options.checks import refuse_without_effect
+from quantkit.convert.options.gguf_request import require_gguf_type
 from quantkit.convert.options.resolve import renamed, resolve_options
 from quantkit.convert.plan.plan import Plan, make_plan
 from quantkit.convert.progress import Listener
 from quantkit.convert.repack.checks import refuse_forms, refuse_preset
+from quantkit.convert.repack.dequantize import DequantizePlan, plan_dequantize, run_dequantize
 from quantkit.convert.repack.plan import RepackPlan, plan_repack
+from quantkit.convert.repack.request import seen_for
 from quantkit.convert.repack.run import run_repack
 from quantkit.convert.report import dry_run
 from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.run import run
 from quantkit.core.interrupt import interruptible
-from quantkit.runtime.layers.dense_source import as_original
+
+AnyPlan = Plan | RepackPlan | DequantizePlan
 
 
 @interruptible()
@@ -50,8 +54,8 @@ def convert(
     return execute(planned, on_progress or (lambda progress: None), started)
 
 
-def plan_request(source: str | Path, out: str | Path, *, preset: str | None = None, **typed: Any) -> Plan | RepackPlan:
-    """Plan what ``convert`` would do with the same arguments: a conversion, or a repack of a quantized source.
+def plan_request(source: str | Path, out: str | Path, *, preset: str | None = None, **typed: Any) -> AnyPlan:
+    """Plan what ``convert`` would do with the same arguments: a conversion, a repack, a dense copy.
 
     The source is opened here, once.
 
@@ -65,17 +69,21 @@ def plan_request(source: str | Path, out: str | Path, *, preset: str | None = No
     typed = renamed(typed)
     where = given_path(out)
     options = resolve_options(source, out, preset, typed)
-    opened = as_original(open_source(source))
+    if options.dequantize:
+        refuse_preset(str(source), preset)
+        return plan_dequantize(open_source(source), where, typed)
+    opened = seen_for(open_source(source), typed)
     refuse_forms(opened, typed)
     repacking = plan_repack(opened, where, typed)
     if repacking is not None:
         refuse_preset(str(source), preset)
         return repacking
+    require_gguf_type(options)
     refuse_without_effect(typed, options)
     return make_plan(options, opened)
 
 
-def execute(planned: Plan | RepackPlan, listen: Listener, started: float | None = None) -> ConvertReport:
+def execute(planned: AnyPlan, listen: Listener, started: float | None = None) -> ConvertReport:
     """Execute a plan.
 
     planned: what ``plan_request`` returned.
@@ -84,14 +92,16 @@ def execute(planned: Plan | RepackPlan, listen: Listener, started: float | None 
 
     Raises QuantkitError if the plan has problems.
     """
+    if isinstance(planned, DequantizePlan):
+        return run_dequantize(planned, listen, started)
     return run(planned, listen, started) if isinstance(planned, Plan) else run_repack(planned, listen, started)
 
 
-def describe(planned: Plan | RepackPlan) -> str:
+def describe(planned: AnyPlan) -> str:
     """Return the plan in words: what ``--dry-run`` prints."""
     return dry_run.describe(planned) if isinstance(planned, Plan) else planned.describe()
 
 
-def plan_json(planned: Plan | RepackPlan) -> dict[str, Any]:
+def plan_json(planned: AnyPlan) -> dict[str, Any]:
     """Return the plan as JSON: what ``--dry-run --json`` prints."""
     return dry_run.plan_json(planned) if isinstance(planned, Plan) else planned.to_json()

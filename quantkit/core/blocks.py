@@ -9,7 +9,7 @@ In blocks of 256 every 16 or 32 weights have an integer scale and an integer min
     w    = step * table[code]                         IQ4_NL; MXFP4, whose d is a power of two
 
 Everything is float32, in this order of operations: the result has the bits of ggml's own. Where the bits lie in a file:
-``quantkit.formats.gguf_blocks``.
+``quantkit.formats.ggml.blocks``.
 """
 
 from __future__ import annotations

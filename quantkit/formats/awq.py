@@ -53,6 +53,8 @@ class AWQ:
     def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
         if scheme.activations is not None:
             return weights_only(scheme)
+        if scheme.number != "integer":
+            return Refusal(f"{scheme.number}: awq files hold integers", "Use --format compressed-tensors.")
         if scheme.bits != 4:
             return Refusal(
                 f"{scheme.bits} bits: awq files hold 4", "Use --bits 4, --format gptq (2, 3, 4, 8) or --format native."

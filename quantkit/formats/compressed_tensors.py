@@ -210,13 +210,7 @@ class CompressedTensors:
 
     @staticmethod
     def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
-        if "weight_shape" in infos:
-            return None
-        if "weight" not in infos:
-            out_features, half = infos["weight_packed"].shape
-            return out_features, 2 * half
-        out_features, in_features = infos["weight"].shape
-        return out_features, in_features
+        return None if "weight_shape" in infos else floats.shape(infos)
 
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:

@@ -59,6 +59,8 @@ class GPTQ:
     def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
         if scheme.activations is not None:
             return weights_only(scheme)
+        if scheme.number != "integer":
+            return Refusal(f"{scheme.number}: gptq files hold integers", "Use --format compressed-tensors.")
         if scheme.bits not in BITS:
             return Refusal(
                 f"{scheme.bits} bits: gptq files hold 2, 3, 4 or 8", "Use --bits 4 or 8, or --format native."

@@ -12,7 +12,8 @@ Per linear ``X`` (out_features N, in_features K, groups G = ceil(K / group_size)
 
     quantization_config = {"quant_method": "quantkit", "format_version": 1, "modules": {name: scheme}}
 
-The layout is drawn in docs/formats/native.md.
+FP8, NVFP4 and MXFP4 have the tensors that they have in compressed-tensors (``formats.floats.compressed``), without its
+demand for whole blocks of FP8. The layout is drawn in docs/formats/native.md.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from quantkit.core.packing import PackedCodes, pack_rows, packed_width, unpack_r
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
+from quantkit.formats.floats import compressed as floats
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 from quantkit.formats.stored_parts import require_shape
 
@@ -43,6 +45,8 @@ class Native:
 
     @staticmethod
     def supports(scheme: Scheme, out_features: int, in_features: int) -> Refusal | None:
+        if scheme.number in ("nvfp4", "mxfp4") and in_features % (scheme.group_size or 1):
+            return Refusal(f"blocks of {scheme.group_size} do not divide {in_features} inputs", "Leave it at 16 bit.")
         return None
 
     @staticmethod
@@ -55,12 +59,16 @@ class Native:
 
     @staticmethod
     def stored_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
+        if scheme.number != "integer":
+            return floats.stored_bytes(scheme, out_features, in_features)
         groups = scheme.groups(in_features)
         zeros = 0 if scheme.symmetric else 4 * packed_width(groups, _zero_bits(scheme))
         return out_features * (4 * packed_width(in_features, scheme.bits) + 2 * groups + zeros) + 16
 
     @staticmethod
     def encode(q: QuantTensor) -> dict[str, Tensor]:
+        if q.scheme.number != "integer":
+            return floats.encode(q)
         parts = {
             "qweight": pack_rows(q.codes, q.scheme.bits),
             "scales": q.scales.contiguous(),
@@ -72,6 +80,8 @@ class Native:
 
     @staticmethod
     def decode(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
+        if scheme.number != "integer":
+            return floats.decode(parts, scheme)
         out_features, in_features = (int(n) for n in parts["shape"])
         if tuple(parts["qweight"].shape) != (out_features, packed_width(in_features, scheme.bits)):
             raise CheckpointError(
@@ -106,8 +116,11 @@ class Native:
                 f"native format version {config.get('format_version')}; this quantkit reads version {VERSION}. Upgrade"
                 " quantkit."
             )
-        parts = {}
+        parts: dict[str, tuple[str, ...]] = {}
         for module, scheme in config["modules"].items():
+            if scheme.get("number", "integer") != "integer":
+                parts[module] = floats.local_names(scheme)
+                continue
             local = ("qweight", "scales", "shape") + (() if scheme["symmetric"] else ("qzeros",))
             parts[module] = local
         return parts
@@ -118,7 +131,7 @@ class Native:
 
     @staticmethod
     def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
-        return None
+        return None if "shape" in infos else floats.shape(infos)
 
     @staticmethod
     def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:

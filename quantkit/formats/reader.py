@@ -15,7 +15,7 @@ from quantkit.core.mapped import View
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError
-from quantkit.formats import reader_format
+from quantkit.formats import labelled, reader_format
 from quantkit.formats.interface import Reader, TensorHeader
 from quantkit.formats.stored_parts import check_layouts, check_values
 
@@ -53,13 +53,18 @@ class QuantizedReader:
     Raises CheckpointError if a tensor of a quantized module is missing.
     """
 
-    def __init__(self, source: Readable) -> None:
+    def __init__(self, source: Readable, form: Reader | None = None) -> None:
+        """Find the modules. form: the format that reads them, where the source's config names none of the readable."""
         self.source = source
         self.config = source.quantization()
         self._format: Reader | None = None
         self.modules: dict[str, tuple[str, ...]] = {}
         if self.config is not None:
-            self._format = reader_format(self.config)
+            if form is None:
+                with _damaged(str(source.path)):
+                    self.config = labelled(self.config)
+                    form = reader_format(self.config)
+            self._format = form
             with _damaged(f"{source.path}: quantization_config"):
                 self.modules = self._format.modules(source.names(), self.config)
             stored = set(source.names())

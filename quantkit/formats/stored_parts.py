@@ -22,7 +22,8 @@ LAYOUTS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
     "weight_shape": (1, INDEX),
 }
 FLOAT_CODES = (torch.float8_e4m3fn, torch.uint8)  # one scale may serve the whole matrix there: a number, or [1]
-GLOBAL_SCALES = ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale")
+STATIC = ("input_scale", "activation_scale")  # fixed scales of activations, as different tools call them
+GLOBAL_SCALES = ("weight_global_scale", "input_global_scale", "weight_scale_2", *STATIC)
 POSITIVE = ("scales", "weight_scale")
 NOT_NEGATIVE = ("SCB",)
 # The largest scale, by dtype: in float16 only what overflowed comes near 65504, and weights that need more than 2**24

@@ -158,5 +158,5 @@ def test_act_order_groups_in_a_file_are_refused_not_misread() -> None:
 
 
 def test_an_unknown_quant_method_is_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match="'exl3'"):
-        reader_format({"quant_method": "exl3"})
+    with pytest.raises(CheckpointError, match="'hocus'"):
+        reader_format({"quant_method": "hocus"})

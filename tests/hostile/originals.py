@@ -26,6 +26,10 @@ def make_originals(folder: Path) -> Path:
     tokenizer.save_pretrained(folder / "sharded")
     _converted(folder)
     _gguf(folder / "model.gguf", model, tokenizer)
+    shutil.copyfile(folder / "model.gguf", folder / "packed.gguf")
+    _imatrix(folder / "imatrix.gguf")
+    _floats(folder)
+    _gpt_oss(folder / "gpt-oss", folder / "float", len(tokenizer))
     _texts(folder / "texts")
     _seeing(folder / "seeing", tokenizer)
     _stopped_job(folder)
@@ -131,6 +135,75 @@ def _gguf(path: Path, model: Any, tokenizer: Any) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _imatrix(path: Path) -> None:
+    import torch
+
+    from quantkit.checkpoint.gguf_files.imatrix import Importance, write_imatrix
+
+    entries = {
+        f"blk.{block}.{name}.weight": Importance(torch.rand(1, width) + 0.1, torch.full((1,), 8.0))
+        for block in range(2)
+        for name, width in (("attn_q", 32), ("ffn_down", 64))
+    }
+    write_imatrix(path, entries, "text", 4, 32)
+
+
+def _floats(folder: Path) -> None:
+    """FP8 as DeepSeek and transformers store it, NVFP4 as ModelOpt does, MXFP4 as compressed-tensors has it."""
+    from safetensors.torch import load_file, save_file
+
+    from quantkit import convert
+
+    for scheme in ("fp8", "nvfp4", "mxfp4"):
+        convert(folder / "float", folder / scheme, method="rtn", scheme=scheme)
+    shutil.move(folder / "nvfp4", folder / "modelopt")
+    configs = {
+        "fp8": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+        "modelopt": {},
+    }
+    for name, quantization in configs.items():
+        file = folder / name / "model.safetensors"
+        config = json.loads((folder / name / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / name / "config.json").write_text(json.dumps({**config, **quantization}, indent=1))
+        (folder / name / "model.safetensors.index.json").unlink()
+        (folder / name / "quantkit.json").unlink()
+        tensors = {}
+        for key, value in load_file(file).items():
+            module, _, local = key.rpartition(".")
+            if local == "weight_global_scale":
+                tensors[f"{module}.weight_scale_2"] = (1 / value).reshape(())
+            else:
+                tensors[f"{module}.weight" if local == "weight_packed" else key] = value
+            if name == "fp8" and local == "weight_scale":
+                tensors[f"{module}.activation_scale"] = value[0].clone()
+        save_file(tensors, file)
+    settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (folder / "modelopt" / "hf_quant_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def _gpt_oss(folder: Path, tokenizer: Path, vocabulary: int) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt_oss", vocab_size=vocabulary, num_local_experts=2, num_experts_per_tok=1, **TINY
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shutil.copytree(tokenizer, folder)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inside, out = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, out, inside // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.full((experts, out, inside // 32), 121, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    stored = json.loads((folder / "config.json").read_text())
+    stored["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(stored, indent=1))
 
 
 def _texts(folder: Path) -> None:

@@ -41,6 +41,16 @@ FILES: dict[str, tuple[str, str, float]] = {
     "native/quantkit.safetensors": ("safetensors", "folder", 2),
     "native/quantkit_kv.safetensors": ("safetensors", "folder", 4),
     "model.gguf": ("gguf", "gguf", 8),
+    "packed.gguf": ("gguf", "repacked", 3),
+    "imatrix.gguf": ("gguf", "imatrix", 3),
+    "fp8/config.json": ("json", "folder", 2),
+    "fp8/model.safetensors": ("safetensors", "repacked", 2),
+    "modelopt/hf_quant_config.json": ("json", "folder", 2),
+    "modelopt/model.safetensors": ("safetensors", "repacked", 2),
+    "mxfp4/config.json": ("json", "repacked", 2),
+    "mxfp4/model.safetensors": ("safetensors", "folder", 2),
+    "gpt-oss/config.json": ("json", "folder", 2),
+    "gpt-oss/model.safetensors": ("safetensors", "folder", 2),
     "texts/a.jsonl": ("jsonl", "text", 4),
     "texts/a.jsonl.gz": ("gzip", "text", 1.5),
     "texts/a.txt": ("text", "text", 0.5),
@@ -85,8 +95,9 @@ def folder(path: Path) -> dict[str, str]:
     import quantkit
     from quantkit.checkpoint.open import open_source
     from quantkit.cli.inspect import _quantized, _structure
+    from quantkit.runtime.layers.dense_source import stored_experts
 
-    source = open_source(path.parent)
+    source = stored_experts(open_source(path.parent))
     (_structure if source.quantization() is None else _quantized)(source)
     model = quantkit.load(path.parent, device="cpu", dtype="float32")
     model(torch.tensor([[2, 3, 4, 5]]))
@@ -101,6 +112,33 @@ def plan(path: Path) -> None:
 
     options: dict[str, Any] = {"format": "gptq"} if path.parent.name == "repack" else {"method": "rtn"}
     plan_request(path.parent, path.parents[1] / "planned", **options)
+
+
+def repacked(path: Path) -> None:
+    """As ``convert --repack`` and ``convert --dequantize`` do, up to what is written."""
+    from quantkit.convert.api import plan_request
+    from quantkit.convert.repack.dequantize import DequantizePlan
+    from quantkit.convert.repack.fit import fit
+    from quantkit.convert.repack.plan import RepackPlan, integer_module
+
+    given, out = (path if path.suffix == ".gguf" else path.parent), path.parents[1] / "planned"
+    planned = plan_request(given, out, repack=True, format="native")
+    assert isinstance(planned, RepackPlan)
+    planned.raise_problems()
+    for name in planned.reader.modules:
+        fit(integer_module(planned.reader, name), planned.format, rounding=True)
+    dense = plan_request(given, out, dequantize=True)
+    assert isinstance(dense, DequantizePlan)
+    for name in dense.source.names():
+        dense.source.read(name)
+
+
+def imatrix(path: Path) -> None:
+    """As ``convert --imatrix`` does."""
+    from quantkit.checkpoint.gguf_files.imatrix import read_imatrix
+
+    for entry in read_imatrix(path).values():
+        entry.mean(0)
 
 
 def tokenizer(path: Path) -> None:
@@ -172,6 +210,7 @@ def job(path: Path) -> None:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "folder": folder, "plan": plan, "tokenizer": tokenizer, "gguf": gguf, "text": text, "job": job, "images": images,
+    "repacked": repacked, "imatrix": imatrix,
 }  # fmt: skip
 
 PICKLED = (

@@ -100,6 +100,7 @@ def _words(originals: Originals, seed: int, number: int, outcome: Outcome) -> st
     return f"input {number} of seed {seed}, {name}, {done}: {outcome.kind}, {outcome.message}\n(kept as {path})"
 
 
+@pytest.mark.filterwarnings("ignore:.*store a fixed scale:quantkit.errors.QuantkitWarning")
 def test_the_originals_are_read(originals: Originals) -> None:
     """What is damaged below is whole before, and every reader gets to its end."""
     for name, (_, reader, _) in FILES.items():

@@ -310,6 +310,36 @@ def test_gpt_oss_in_mxfp4_is_run_and_quantized_anew(tiny_original: Path, tmp_pat
     assert any("stored as W4 mxfp4" in note for note in report.warnings)
     far = quantkit.load(tmp_path / "out", device="cpu", dtype="float32", dequantize=True)(IDS)
     assert float((far - near).abs().max()) < 0.1 * float(near.abs().max())
+    _same_experts(source, tmp_path)
+
+
+def _same_experts(source: Path, tmp_path: Path) -> None:
+    """The experts keep their numbers in a GGUF file, and in a dense checkpoint."""
+    import gguf
+
+    from quantkit.checkpoint.open import open_source
+    from quantkit.runtime.layers.dense_source import as_original
+
+    stored = as_original(open_source(source))
+    quantkit.convert(source, tmp_path / "dense", dequantize=True)
+    dense = open_source(tmp_path / "dense")
+    assert set(dense.names()) == set(stored.names())
+    for name in stored.names():
+        assert torch.equal(dense.read(name), stored.read(name)), name
+    convert(source, tmp_path / "gguf", method="rtn", format="gguf", gguf_type="mxfp4")
+    (path,) = (tmp_path / "gguf").glob("*.gguf")
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    gate_up, down = (
+        stored.read(f"model.layers.1.mlp.experts.{part}").float() for part in ("gate_up_proj", "down_proj")
+    )
+    wanted = {"ffn_gate_exps": gate_up[..., ::2], "ffn_up_exps": gate_up[..., 1::2], "ffn_down_exps": down}
+    for part, values in wanted.items():
+        tensor = found[f"blk.1.{part}.weight"]
+        assert tensor.tensor_type.name == "MXFP4"
+        theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        assert torch.equal(theirs, values.transpose(1, 2)), part
+    with pytest.raises(RequestError, match="--gguf-type mxfp4"):
+        quantkit.convert(source, tmp_path / "repacked", repack=True)
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,9 @@ def test_a_model_type_without_a_place_is_refused(tiny_model: Path, tmp_path: Pat
         convert(tiny_model, tmp_path / "out", "q8_0")
 
 
-def test_a_quantized_source_is_refused_with_the_remedy(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_codes_of_a_quantized_source_decide_the_types(tiny_model: Path, tmp_path: Path) -> None:
     quantkit.convert(tiny_model, tmp_path / "int4", method="rtn", bits=4, group_size=32)
-    with pytest.raises(RequestError, match="original"):
+    with pytest.raises(RequestError, match="its codes decide the type of each tensor"):
         convert(tmp_path / "int4", tmp_path / "out", "q4_0")
 
 

@@ -16,6 +16,7 @@ import quantkit as qk
 from quantkit.checkpoint.open import open_source
 from quantkit.convert.repack.plan import plan_repack
 from quantkit.errors import CheckpointError, QuantkitError, RequestError
+from quantkit.formats.reader import QuantizedReader
 
 FORMATS = ("compressed-tensors", "gptq", "awq", "native")
 RTN = dict(method="rtn", scales="minmax")
@@ -135,7 +136,6 @@ def test_linears_kept_at_16_bit_stay_named(tiny_original: Path, tmp_path: Path) 
         ),
         (dict(bits=8, group_size=32), "awq", ["8 bits", "16-bit original"]),
         (dict(group_size=48), "gptq", ["group size 48 does not divide 64"]),
-        (dict(group_size=32, scale_dtype="bfloat16"), "gptq", ["scales in bfloat16"]),
         (dict(group_size=32, rules=("*o_proj=sym",)), "gptq", ["v1 or v2"]),
     ],
     ids=lambda value: str(value),
@@ -149,6 +149,29 @@ def test_what_the_target_cannot_hold_is_refused_before_anything_is_written(
     for word in words:
         assert word in "\n".join(plan.problems)
     refused(tmp_path / "native", tmp_path, "cannot run", format=target)
+
+
+@pytest.mark.parametrize("target", ["gptq", "awq"])
+def test_scales_in_bfloat16_are_float16_numbers_unless_they_are_extreme(
+    target: str, tiny_original: Path, tmp_path: Path
+) -> None:
+    qk.convert(tiny_original, tmp_path / "ct", group_size=32, scale_dtype="bfloat16", **RTN)
+    report = qk.convert(tmp_path / "ct", tmp_path / "out", format=target)
+    before, after = (QuantizedReader(open_source(tmp_path / name)) for name in ("ct", "out"))
+    assert len(before.modules) == 21
+    for name in before.modules:
+        assert torch.equal(before.module(name).dequantize(), after.module(name).dequantize())
+    assert not any(layer.relative_weight_error for layer in report.layers)
+    file, name = tmp_path / "ct" / "model.safetensors", "model.layers.2.mlp.up_proj.weight_scale"
+    tensors = load_file(file)
+    tensors[name][3, 1] *= 2.0**-16  # below what float16 holds exactly
+    save_file(tensors, file)
+    refused(tmp_path / "ct", tmp_path, "layers.2.mlp.up_proj", "scales in bfloat16", "--allow-rounding", format=target)
+    report = qk.convert(tmp_path / "ct", tmp_path / "rounded", format=target, allow_rounding=True)
+    (layer,) = [layer for layer in report.layers if layer.relative_weight_error]
+    assert layer.name == name.removesuffix(".weight_scale")
+    manifest = json.loads((tmp_path / "rounded" / "quantkit.json").read_text())
+    assert manifest["rounded"] == {layer.name: pytest.approx(layer.relative_weight_error, rel=1e-2)}
 
 
 def test_a_zero_point_without_a_field_is_refused_naming_the_module(tiny_original: Path, tmp_path: Path) -> None:

@@ -115,6 +115,11 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
             " file is damaged: download it again."
         )
     layers, experts = _largest(config, LAYERS), _largest(config, EXPERTS)
+    chosen = config.get("num_experts_per_tok")
+    if experts and isinstance(chosen, int) and chosen > experts:
+        raise SourceError(
+            f"{where}: num_experts_per_tok is {chosen}, of {experts} experts. The file is damaged: download it again."
+        )
     if layers * experts > MOST_EXPERT_MODULES:
         raise SourceError(
             f"{where}: claims {layers} layers of {experts} experts, more than any model has. The file is damaged:"

@@ -70,11 +70,18 @@ class GGUFSource:
 
         Raises SourceError if a value does not fit float16.
         """
+        return self.read_as(name, self.info(name).dtype)[0]
+
+    def read_as(self, name: str, dtype: torch.dtype) -> tuple[Tensor, float]:
+        """Read one tensor, dequantized in float32 and cast; with the error of the cast, relative to the tensor's size.
+
+        Raises SourceError if a value does not fit the dtype.
+        """
         stored = self._entry(name)
-        dtype = self.info(name).dtype
         out = torch.empty(stored.shape, dtype=dtype)
         rows = out.view(-1, stored.shape[-1])
         shift = 1.0 if self.architecture.norms_plus_one and name.endswith("norm.weight") else 0.0
+        error = size = 0.0
         for start, values in self._chunks(stored, len(rows)):
             part = values - shift if shift else values
             cast = part.to(dtype)
@@ -84,8 +91,30 @@ class GGUFSource:
                     f"{self.path}: tensor {name!r} holds {largest:.4g}, more than float16 can. "
                     "Use the model's BF16 or FP32 original instead of this GGUF file."
                 )
+            if dtype != torch.float32:
+                error += float((cast.float() - part).square().sum())
+                size += float(part.square().sum())
             rows[start : start + len(cast)] = cast
-        return self._rows_in_order(name, out)
+        return self._rows_in_order(name, out), (error / size) ** 0.5 if size else 0.0
+
+    def kind(self, name: str) -> str:
+        """Return the ggml type that a tensor is stored in."""
+        return self._entry(name).kind
+
+    def row_bytes(self, name: str) -> int:
+        """Return the stored bytes of one row."""
+        stored = self._entry(name)
+        return stored.nbytes * stored.shape[-1] // torch.Size(stored.shape).numel()
+
+    def packed_pieces(self, name: str) -> Iterator[Tensor]:
+        """Yield some stored rows after the other, as they are in the file: uint8 ``[rows, row bytes]``."""
+        stored = self._entry(name)
+        for _, data in self._stored_rows(stored, torch.Size(stored.shape).numel() // stored.shape[-1]):
+            yield torch.from_numpy(data)
+
+    def packed(self, name: str) -> Tensor:
+        """Read the bytes of a tensor's blocks, uint8 ``[rows, row bytes]``, rows in the order that transformers has."""
+        return self._rows_in_order(name, torch.cat(list(self.packed_pieces(name))))
 
     @cached_property
     def _digest(self) -> str:
@@ -159,7 +188,12 @@ class GGUFSource:
                 ) from None
 
     def _chunks(self, stored: StoredTensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, float32 values [rows, width]) pieces.
+        """Yield (first row, float32 values [rows, width]) pieces."""
+        for start, data in self._stored_rows(stored, rows):
+            yield start, torch.from_numpy(_dequantize(data, stored.kind))
+
+    def _stored_rows(self, stored: StoredTensor, rows: int) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+        """Yield (first row, bytes [rows, row bytes]) pieces.
 
         Read with plain reads: a mapping would keep its pages in memory.
         """
@@ -176,7 +210,7 @@ class GGUFSource:
                     raise SourceError(
                         f"{self.path}: ended while a tensor was read. The file changed; download it again."
                     )
-                yield start, torch.from_numpy(_dequantize(data.reshape(count, row_bytes), stored.kind))
+                yield start, data.reshape(count, row_bytes)
 
     def _rows_in_order(self, name: str, tensor: Tensor) -> Tensor:
         """Undo the row order of llama.cpp's rotary embedding (pairs interleaved) for q and k."""

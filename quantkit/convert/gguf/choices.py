@@ -45,7 +45,7 @@ def float_bytes(weights: Weights, rounded: Iterable[str]) -> int:
     """
     config = config_of(weights.model)
     names, extra = Names(config), config_fields(config)[1]
-    parameters = {weights.stored(name): name for name in weights.sources if name not in weights.tied}
+    parameters = {stored: name for name, stored in weights.names.items()}
     left_out = {f"{name}.weight" for name in rounded}
     total = sum(4 * tensor.numel() for tensor in extra.values())
     for name in written_names(weights):

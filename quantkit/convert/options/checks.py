@@ -78,6 +78,8 @@ def _without_effect(options: ConvertOptions) -> dict[str, str]:
     useless: dict[str, str] = {}
     if options.method in ("awq", "tune") and options.scales == "minmax":
         useless["damping"] = f"--method {options.method} --scales minmax takes no ranges from statistics"
+    useless["allow_rounding"] = "it goes with a repack, and this source is quantized"
+    useless["dtype"] = "it goes with --dequantize"
     if options.method != "tune":
         useless["tune_steps"] = f"--method {options.method} does not learn"
     if options.method not in algorithms.CALIBRATED:

@@ -31,10 +31,7 @@ def check_gguf(options: Options) -> None:
             )
         return
     if options.gguf_type is None:
-        raise RequestError(
-            f"--format gguf: which type? Add --gguf-type q4_k_m, or one of: {', '.join(NAMED)}; or a size, from which"
-            " types follow: --target-bpw 4.5."
-        )
+        return  # what is quantized already needs none: ``require_gguf_type``
     object.__setattr__(options, "gguf_type", mix_name(options.gguf_type))
     if options.allocates != (options.gguf_type == MIXED):
         raise RequestError(
@@ -64,6 +61,15 @@ def check_gguf(options: Options) -> None:
             )
         if not Path(options.imatrix).is_file():
             raise RequestError(f"--imatrix {options.imatrix}: no such file. `quantkit imatrix` makes one.")
+
+
+def require_gguf_type(options: Options) -> None:
+    """Raise RequestError for ``--format gguf`` without a type: weights that are to be rounded need one."""
+    if options.format == "gguf" and options.gguf_type is None:
+        raise RequestError(
+            f"--format gguf: which type? Add --gguf-type q4_k_m, or one of: {', '.join(NAMED)}; or a size, from which"
+            " types follow: --target-bpw 4.5."
+        )
 
 
 def _refuse_others(options: Options) -> None:

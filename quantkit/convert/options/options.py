@@ -91,6 +91,13 @@ class ConvertOptions:
     quantize_mtp: bool = False
     # Windows of the end-to-end pass, see convert.distil; 0: none.
     distil: int = 0
+    # A source that is no 16-bit original keeps its numbers, in another format, see convert.repack.
+    repack: bool = False
+    # What the format of a repack cannot keep is rounded, see convert.repack.fit.
+    allow_rounding: bool = False
+    # A quantized source becomes a dense checkpoint, in this dtype, see convert.repack.dequantize.
+    dequantize: bool = False
+    dtype: str = "auto"
     seed: int = 0
     strict_groups: bool = False
     overwrite: bool = False
@@ -306,6 +313,10 @@ class ConvertOptions:
             "matmul_precision",
             "resume",
             "work_dir",
+            "repack",
+            "allow_rounding",
+            "dequantize",
+            "dtype",
         ):
             data.pop(key)
         if self.scheme is None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from quantkit.checkpoint.gguf_files.out_names import Names, Place
 from quantkit.checkpoint.gguf_files.out_vocabulary import copied_vocabulary, read_metadata, vocabulary_fields
 from quantkit.checkpoint.gguf_files.vocabulary import rebuild
 from quantkit.checkpoint.names import COMPUTED
+from quantkit.checkpoint.source import Source, all_finite
 from quantkit.checkpoint.tokenizer import ENGLISH, ROUND_TRIP_TEXT
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, WrittenTensor
 from quantkit.convert.gguf.names import config_of
 from quantkit.convert.gguf.types import FLOATS, MIXES, quantizable
 from quantkit.convert.options.options import ConvertOptions
@@ -42,6 +44,34 @@ class _Part:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A weight in blocks: its module's name in the checkpoint, their kind, and its shape in weights."""
+
+    module: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OneFile:
+    """What a file is made of, beside the tensors of a work folder.
+
+    source: the model that was converted; config: of its language model, as transformers has it.
+    tokenizer: of a folder; the vocabulary of a GGUF source is copied.
+    mix: a key of ``types.MIXES``, what the file calls itself.
+    rounded: the weights in blocks, by the names of their tensors in the work folder.
+    base: the type of all other matrices; None for each the one that it is stored in.
+    """
+
+    source: Source
+    config: Mapping[str, Any]
+    tokenizer: Any
+    mix: str
+    rounded: Mapping[str, Rounded]
+    base: str | None
+
+
 def file_name(mix: str) -> str:
     """Return what the file is called.
 
@@ -57,24 +87,38 @@ def written(options: ConvertOptions) -> Path:
 
 
 def write_gguf(plan: Plan, targets: Mapping[str, Target], writer: CheckpointWriter) -> tuple[int, list[str]]:
-    """Write the file into the writer's folder and verify it; return how many tensors were compared, and notes.
+    """Write a conversion's file, see ``write_one``.
 
     plan: the conversion.
     targets: the rounded weights.
+    writer: has all parts.
+    """
+    mix = str(plan.options.gguf_type)
+    base = MIXES[mix][1]
+    rounded = {
+        f"{target.name}.{BLOCKS}": Rounded(target.name, str(target.blocks), (target.out_features, target.in_features))
+        for target in targets.values()
+    }
+    one = OneFile(plan.source, config_of(plan.model), plan.tokenizer, mix, rounded, base if base in FLOATS else "F16")
+    return write_one(one, writer)
+
+
+def write_one(one: OneFile, writer: CheckpointWriter) -> tuple[int, list[str]]:
+    """Write the file into the writer's folder and verify it; return how many tensors were compared, and notes.
+
     writer: has all parts.
 
     Raises CheckpointError if the file reads back different, or its tokenizer gives other tokens; NumericsError for a
     number that its type does not hold.
     """
-    mix = str(plan.options.gguf_type)
-    names, path = Names(config_of(plan.model)), writer.folder / file_name(mix)
+    names, path = Names(one.config), writer.folder / file_name(one.mix)
     said, extra = config_fields(names.config)
     tensors = [OutTensor(name, "F32", tuple(t.shape), _given(t)) for name, t in extra.items()]
-    tensors += _tensors(mix, targets, writer, names)
-    fields = _general(plan, mix) | said | _vocabulary(plan, int(names.config["vocab_size"]))
+    tensors += _tensors(one, writer, names)
+    fields = _general(one) | said | _vocabulary(one, int(names.config["vocab_size"]))
     sums = write_file(path, names.family.architecture, fields, sorted(tensors, key=_order))
     verified = verify_file(path, sorted(tensors, key=_order), sums)
-    return verified, _check_tokenizer(plan, path)
+    return verified, _check_tokenizer(one, path)
 
 
 def _given(value: Tensor) -> Callable[[], Tensor]:
@@ -89,30 +133,28 @@ def _order(tensor: OutTensor) -> tuple[int, int, str]:
     return (2 if tensor.name.startswith("output") else 0), 0, tensor.name
 
 
-def _tensors(mix: str, targets: Mapping[str, Target], writer: CheckpointWriter, names: Names) -> list[OutTensor]:
+def _tensors(one: OneFile, writer: CheckpointWriter, names: Names) -> list[OutTensor]:
     """Return the tensors of the file; those of experts are joined."""
     by_name: dict[str, list[_Part]] = {}
-    rounded = {f"{target.name}.{BLOCKS}": target for target in targets.values()}
     for stored, entry in writer.entries.items():
         if stored.endswith(COMPUTED):
             continue
-        target = rounded.get(stored)
-        if target is not None:
-            place = names.place(f"{target.name}.weight")
-            part = _Part(stored, place, str(target.blocks), (target.out_features, target.in_features))
+        rounded = one.rounded.get(stored)
+        if rounded is not None:
+            place = names.place(f"{rounded.module}.weight")
+            part = _Part(stored, place, rounded.kind, rounded.shape)
         else:
             place = names.place(stored)
-            part = _Part(stored, place, _float_kind(mix, place, entry.shape), entry.shape)
+            part = _Part(stored, place, _float_kind(one.base, place, entry), entry.shape)
         by_name.setdefault(place.name, []).append(part)
     return [_joined(name, parts, writer) for name, parts in by_name.items()]
 
 
-def _float_kind(mix: str, place: Place, shape: tuple[int, ...]) -> str:
+def _float_kind(base: str | None, place: Place, entry: WrittenTensor) -> str:
     """Return the type of a tensor that is not rounded to codes."""
-    if not quantizable(place.name, shape):
+    if not quantizable(place.name, entry.shape):
         return "F32"
-    base = MIXES[mix][1]
-    return base if base in FLOATS else "F16"
+    return base or next((kind for kind, dtype in DTYPES.items() if dtype == entry.dtype), "F32")
 
 
 def _joined(name: str, parts: list[_Part], writer: CheckpointWriter) -> OutTensor:
@@ -142,8 +184,9 @@ def _value(part: _Part, writer: CheckpointWriter) -> Tensor:
         block_kind(part.kind)
         return part.place.apply(value)
     dtype = DTYPES[part.kind]
-    cast = part.place.apply(value.float()).to(dtype)
-    if not bool(torch.isfinite(cast).all()):
+    kept = value.dtype == dtype and not part.place.shift  # an embedding in float32 beside itself takes a gigabyte
+    cast = part.place.apply(value if kept else value.float()).to(dtype)
+    if not all_finite(cast):
         raise NumericsError(
             f"{part.stored}: holds {float(value.float().abs().max()):.4g}, more than {part.kind} can. Use --gguf-type"
             " bf16 or f32."
@@ -151,13 +194,13 @@ def _value(part: _Part, writer: CheckpointWriter) -> Tensor:
     return cast
 
 
-def _general(plan: Plan, mix: str) -> dict[str, Field]:
+def _general(one: OneFile) -> dict[str, Field]:
     """Return what a file says of itself; of a GGUF source its name and licence, too."""
     fields: dict[str, Field] = {"general.type": ("STRING", "model")}
-    if plan.source.path.is_file():
-        known = read_metadata(plan.source.path)
+    if one.source.path.is_file():
+        known = read_metadata(one.source.path)
         fields |= {key: ("STRING", known[key]) for key in KEPT if isinstance(known.get(key), str) and known[key]}
-    number = MIXES[mix][0]
+    number = MIXES[one.mix][0]
     if number is not None:  # else readers tell from the tensors
         fields["general.file_type"] = ("UINT32", number)
     return fields | {
@@ -166,25 +209,25 @@ def _general(plan: Plan, mix: str) -> dict[str, Field]:
     }
 
 
-def _vocabulary(plan: Plan, rows: int) -> dict[str, Field]:
-    if plan.source.path.is_file():
-        return copied_vocabulary(read_metadata(plan.source.path))
-    return vocabulary_fields(plan.tokenizer, rows)
+def _vocabulary(one: OneFile, rows: int) -> dict[str, Field]:
+    if one.source.path.is_file():
+        return copied_vocabulary(read_metadata(one.source.path))
+    return vocabulary_fields(one.tokenizer, rows)
 
 
-def _check_tokenizer(plan: Plan, path: Path) -> list[str]:
+def _check_tokenizer(one: OneFile, path: Path) -> list[str]:
     """Read the file's tokenizer and compare its tokens with the original's; return a note where it is not read here.
 
     Raises CheckpointError for other tokens.
     """
-    if plan.source.path.is_file():
+    if one.source.path.is_file():
         return []  # the same fields, read before
     try:
         written = rebuild(read_metadata(path), path).tokenizer
     except UnsupportedModel as error:
         return [f"the file's tokenizer was not read back: {error}"]
     for text in (ROUND_TRIP_TEXT, ENGLISH):
-        ours = plan.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        ours = one.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         if ours != written.encode(text, add_special_tokens=False).ids:
             raise CheckpointError(
                 f"{path.name}: its tokenizer gives other tokens than the original's. Convert a GGUF file of llama.cpp's"

@@ -35,6 +35,7 @@ def write_beside(
     quantization: Mapping[str, Any] | None,
     manifest: Mapping[str, Any],
     kv: KVPlan | None = None,
+    tokenizer: bool = False,
 ) -> None:
     """Write everything but the weights into ``folder``.
 
@@ -43,6 +44,7 @@ def write_beside(
     quantization: the ``quantization_config`` that engines read; None beside a GGUF file, which has the tokenizer, too.
     manifest: options, hashes and decisions that made these bytes (quantkit.json).
     kv: the KV-cache plan, None without one.
+    tokenizer: is written, although there is no ``quantization``: of a dense checkpoint.
 
     Raises QuantkitError when the disk is full.
     """
@@ -55,8 +57,9 @@ def write_beside(
         _write_generation_config(source, folder)
         for path in carried(source)[0]:
             _copy(path, folder / path.name)
-        if quantization is not None:
+        if quantization is not None or tokenizer:
             write_tokenizer(source, folder)
+        if quantization is not None:
             for name, content in side_files(quantization).items():
                 write_json(folder / name, content)
         if kv is not None:

@@ -130,6 +130,7 @@ def _measures(options: ConvertOptions, budget: BitBudget | None) -> bool:
 
 
 EXACT = ("F32", "F16", "BF16")
+KEEP = "; --repack keeps its numbers, in another format"
 
 
 def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:
@@ -202,7 +203,7 @@ def _bit_budget(
     rewritten: tuple[str, ...],
 ) -> BitBudget | None:
     """Return the bit budget, None if no size was asked for."""
-    if options.gguf_type is not None:
+    if options.gguf_type is not None and options.allocates:
         return plan_bit_budget(
             options, form, weights, chosen, float_bytes(weights, (target.name for target in chosen.chosen.values()))
         )
@@ -291,12 +292,12 @@ def _source_notes(options: ConvertOptions, source: Source, form: Format) -> list
     if rounded:
         notes.append(
             f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its"
-            " weights are read as float16, and losses and sizes are counted from there"
+            f" weights are read as float16, and losses and sizes are counted from there{KEEP}"
         )
     if isinstance(source, DenseSource):
         notes.append(
             f"the source is stored as {source.stored_as()}: its weights are read as"
-            f" {str(source.dtype).removeprefix('torch.')}, and losses and sizes are counted from there"
+            f" {str(source.dtype).removeprefix('torch.')}, and losses and sizes are counted from there{KEEP}"
         )
     if options.cache.wanted:
         notes += cache_elsewhere(options.kv_bits, form)

@@ -14,7 +14,7 @@ from quantkit.convert.options.options import DEFAULTS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
-FREE = ("source", "out", "format", "overwrite", "device")
+FREE = ("source", "out", "format", "overwrite", "device", "repack", "allow_rounding")
 
 
 def refuse_contradictions(
@@ -52,10 +52,9 @@ def refuse_contradictions(
         if name not in stored and value == DEFAULTS[name]:  # asks for nothing
             continue
         if name not in stored:
-            raise RequestError(
-                f"{_typed(name, value)} has no effect: {path} is quantized already, and repacking it changes no code."
-                " Leave it out."
-            )
+            blocks = "its codes decide the type of each tensor"
+            why = blocks if name == "gguf_type" else "repacking it changes no code"
+            raise RequestError(no_effect(name, value, f"{path} is quantized already, and {why}"))
         wanted = None if name == "group_size" and value == "channel" else value
         wanted = str(value) if name == "kv_bits" else wanted
         # Layers whose width a group size does not divide have a smaller one: asking for the usual size is no
@@ -80,6 +79,14 @@ def refuse_preset(path: str, preset: str | None) -> None:
         raise RequestError(f"--preset {preset} has no effect: {path} is quantized and is repacked. Leave it out.")
 
 
+def no_effect(name: str, value: Any, why: str) -> str:
+    """Say that an option has no effect.
+
+    name, value: of the option. why: a sentence without full stop.
+    """
+    return f"{_typed(name, value)} has no effect: {why}. Leave it out."
+
+
 def _typed(name: str, value: Any) -> str:
     """Spell an option as it is typed."""
     if name == "symmetric":
@@ -101,15 +108,9 @@ def _stored_words(name: str, stored: set[Any]) -> str:
 
 
 def refuse_forms(source: Source, requested: Mapping[str, Any]) -> None:
-    """Raise RequestError if a quantized source should become a GGUF file, or be rounded by bitsandbytes."""
-    if source.quantization() is None:
-        return
-    why = {
-        "gguf": "repacking integer codes into a GGUF file has not landed",
-        "bitsandbytes": "bitsandbytes rounds weights anew, which no repack does",
-    }
-    form = str(requested.get("format"))
-    if form in why:
+    """Raise RequestError if a quantized source should be rounded by bitsandbytes."""
+    if source.quantization() is not None and requested.get("format") == "bitsandbytes":
         raise RequestError(
-            f"{source.path}: is quantized already, and {why[form]}. Give the 16-bit original with --format {form}."
+            f"{source.path}: is quantized already, and bitsandbytes rounds weights anew, which no repack does. Give the"
+            " 16-bit original with --format bitsandbytes, or make a dense one with --dequantize."
         )

@@ -17,6 +17,9 @@ from quantkit.convert.plan.paths import lacks_room
 from quantkit.convert.plan.plan import cache_elsewhere, refuse_same_place
 from quantkit.convert.plan.targets import collapse
 from quantkit.convert.repack.checks import refuse_contradictions
+from quantkit.convert.repack.fit import fit, written_scheme
+from quantkit.convert.repack.gguf_out import GGUFNames
+from quantkit.convert.repack.gguf_source import PackedGGUF
 from quantkit.convert.repack.kv_cache import OPTIONS, CachePlan, plan_cache
 from quantkit.convert.repack.memory import predict_repack
 from quantkit.convert.repack.structure import Structure, structure_of
@@ -24,10 +27,12 @@ from quantkit.core.kvscheme import KVPlan
 from quantkit.core.qtensor import QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError, SourceError
-from quantkit.formats import writer_format
+from quantkit.formats import PACKED, writer_format
+from quantkit.formats.gguf import GGUF
 from quantkit.formats.interface import CheckpointLayout, Format
 from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
+from quantkit.formats.stored_parts import STATIC
 
 # last names of position embeddings, for models whose structure is not known
 POSITIONS = ("wpe", "embed_positions", "position_embeddings")
@@ -58,6 +63,10 @@ class RepackPlan:
     host: int
     # whether the written model is run, see ``RepackNeed``
     generates: bool
+    # what the format cannot keep is rounded, see ``fit``
+    rounding: bool
+    # places in a GGUF file, None for other formats
+    one_file: GGUFNames | None
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -91,6 +100,7 @@ class RepackPlan:
         lines = [
             f"{self.source.path} -> {self.out}",
             f"  repack    {self.reader.format} -> {self.format.name}: the same codes"
+            + (", scales and minima rounded where it does not hold them" if self.rounding else "")
             + ("" if self.cache is not None else ", no text is read")
             + (f"; {self.cache.options.cache.words()}, calibrated" if self.cache is not None else "")
             + (f"; {label_words(self.kv_bits)}" if self.kv is not None else ""),
@@ -119,43 +129,51 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     """
     if source.quantization() is None:
         return None
-    reader, text_problems = QuantizedReader(source), list[str]()
+    reader = QuantizedReader(source, GGUF if isinstance(source, PackedGGUF) else None)
+    text_problems = list[str]()
     cache = plan_cache(source, out, requested, text_problems)
-    usual = "compressed-tensors" if cache is None else reader.format
-    form = writer_format(str(requested.get("format", usual)))
-    overwrite = bool(requested.get("overwrite", False))
-    check_output(out, overwrite)
+    form = _target(reader, requested, cache)
+    check_output(out, bool(requested.get("overwrite", False)))
     refuse_same_place(out, source)
     schemes = {name: reader.scheme(name) for name in reader.modules}
-    kv = read_kv_plan(source.path) if source.path.is_dir() and cache is None else None
+    kv, kept = _kept_cache(source, form, cache)
     integers = {name: scheme for name, scheme in schemes.items() if isinstance(scheme, Scheme)}
     _refuse_options(source, requested, list(integers.values()), kv, cache)
     structure = structure_of(reader, source.config)
     plain, bias_problems, bias_notes = _plain(reader, structure)
+    integers = {name: written_scheme(form, scheme) for name, scheme in integers.items()}
     layout = _layout(reader, form, structure, integers, _holds_fp8(kv, cache))
     shapes = {name: reader.shape(name) for name in integers}
+    rounding = bool(requested.get("allow_rounding", False))
+    refused = _refused(reader, form, layout, schemes, shapes, rounding) + _no_place_for_cache(form, cache)
     copied = [source.info(name) for name in plain]
-    packed = sum(form.stored_bytes(scheme, *shapes[name]) for name, scheme in integers.items())
-    need = predict_repack(copied, packed, [*shapes.values()], cache.host if cache else 0, _vocabulary(source))
+    packed = 0 if refused else sum(form.stored_bytes(scheme, *shapes[name]) for name, scheme in integers.items())
+    calibrating, vocabulary = cache.host if cache else 0, _vocabulary(source)
+    unpacks = form.name == GGUF.name
+    need = predict_repack(copied, packed, [*shapes.values()], calibrating, vocabulary, unpacks=unpacks)
     output = packed + sum(info.nbytes for info in copied)
-    refused = _refused(reader, form, layout, schemes, shapes)
     return RepackPlan(
-        source=source,
-        reader=reader,
-        out=out,
-        format=form,
-        overwrite=overwrite,
-        layout=layout,
-        plain=tuple(plain),
-        kv_bits=16 if kv is None else kv.label,
-        kv=kv,
-        cache=cache,
-        output=output,
-        host=need.host,
-        generates=need.generates,
+        source=source, reader=reader, out=out, format=form, overwrite=bool(requested.get("overwrite", False)),
+        layout=layout, plain=tuple(plain), kv_bits=16 if kv is None else kv.label, kv=kv, cache=cache,
+        output=output, host=need.host, generates=need.generates, rounding=rounding,
+        one_file=GGUFNames(source, reader) if form.name == GGUF.name else None,
         problems=(*text_problems, *bias_problems, *refused, *lacks_room(out.parent, 2 * output, "an --out")),
-        warnings=(*bias_notes, *_warnings(reader, form, layout, kv, cache)),
-    )
+        warnings=(*bias_notes, *kept, *_warnings(reader, form, layout, kv, cache)),
+    )  # fmt: skip
+
+
+def _target(reader: QuantizedReader, requested: Mapping[str, Any], cache: CachePlan | None) -> Format:
+    """Return the format that was asked for; else the source's own for a calibration of the cache, or the usual one."""
+    own = cache is not None and reader.format in PACKED
+    return writer_format(str(requested.get("format", reader.format if own else PACKED[0])))
+
+
+def _kept_cache(source: Source, form: Format, cache: CachePlan | None) -> tuple[KVPlan | None, list[str]]:
+    """Return the stored plan of the KV cache, unless it is calibrated anew or has no place; and a note on that."""
+    kv = read_kv_plan(source.path) if source.path.is_dir() and cache is None else None
+    if kv is not None and form.name == GGUF.name:
+        return None, ["how the KV cache is kept (quantkit_kv.safetensors) has no place in a GGUF file: left out"]
+    return kv, []
 
 
 def _refuse_options(
@@ -187,7 +205,7 @@ def _warnings(
     reader: QuantizedReader, form: Format, layout: CheckpointLayout, kv: KVPlan | None, cache: CachePlan | None
 ) -> list[str]:
     """Return warnings on the KV cache, and on a source that has the format already."""
-    warnings = _cache_scales_left(reader, layout, kv)
+    warnings = _cache_scales_left(reader, layout, kv) + _static_activations(reader)
     warnings += () if cache is None else cache.warnings
     if kv or cache:
         warnings += cache_elsewhere("fp8" if _holds_fp8(kv, cache) else 16, form)
@@ -203,6 +221,27 @@ def _cache_scales_left(reader: QuantizedReader, layout: CheckpointLayout, kv: KV
         return []
     return [
         f"{len(left)} scales of an fp8 KV cache are left out (first {left[0]}): --kv-bits fp8 calibrates such a cache"
+    ]
+
+
+def _static_activations(reader: QuantizedReader) -> list[str]:
+    """Return a warning if fixed scales of activations are stored, which are not copied."""
+    modules = [name for name, local in reader.modules.items() if set(STATIC) & set(local)]
+    if not modules:
+        return []
+    return [
+        f"{len(modules)} linears (first {modules[0]}) store a fixed scale for their activations, which is left out:"
+        " engines keep those activations in 16 bits"
+    ]
+
+
+def _no_place_for_cache(form: Format, cache: CachePlan | None) -> list[str]:
+    """Return a problem if a GGUF file should keep how the KV cache is kept."""
+    if form.name != GGUF.name or cache is None:
+        return []
+    return [
+        "--kv-bits, --kv-budget: a GGUF file has no place for the cache's scheme. llama.cpp takes it as --cache-type-k"
+        " and --cache-type-v when it runs. Leave it out"
     ]
 
 
@@ -228,10 +267,11 @@ def _refused(
     layout: CheckpointLayout,
     schemes: Mapping[str, Scheme | str],
     shapes: Mapping[str, tuple[int, int]],
+    rounding: bool,
 ) -> list[str]:
     """Return why the format cannot hold the stored modules.
 
-    schemes: of every module, a number format's name if not integers.
+    schemes: of every module, a number format's name if not integers. rounding: what cannot be kept may be rounded.
     """
     kinds = Counter(kind for kind in schemes.values() if isinstance(kind, str))
     problems = [
@@ -251,7 +291,7 @@ def _refused(
     if problems:
         return problems
     try:  # what only the values tell is mostly the same in every module: look at one before promising anything
-        form.encode(integer_module(reader, next(iter(layout.modules))))
+        fit(integer_module(reader, next(iter(layout.modules))), form, rounding=rounding)
     except CheckpointError as error:
         problems.append(str(error))
     return problems

@@ -5,23 +5,29 @@ Exact or refused. What can be repacked into what: docs/formats/README.md.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from quantkit.checkpoint.source import FolderSource
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.convert.engines.lint import lint_folder
+from quantkit.convert.engines.lint import gguf_readers, lint_folder
+from quantkit.convert.engines.rules import Checkpoint
+from quantkit.convert.output.gguf_file import file_name
 from quantkit.convert.output.side_files import write_beside
-from quantkit.convert.output.smoke_test import TOO_LARGE, continue_prompt
+from quantkit.convert.output.smoke_test import continue_prompt
 from quantkit.convert.output.verify import verify_folder, verify_kv
 from quantkit.convert.plan.random_tokens import fallback
 from quantkit.convert.progress import Listener, Progress
+from quantkit.convert.repack.batch import Batch
+from quantkit.convert.repack.fit import fit
+from quantkit.convert.repack.gguf_out import write_repacked
+from quantkit.convert.repack.gguf_source import PackedGGUF
 from quantkit.convert.repack.kv_cache import CachePlan, calibrate_cache, manifest_entry
-from quantkit.convert.repack.memory import PART_BYTES
+from quantkit.convert.repack.memory import TOO_LARGE
 from quantkit.convert.repack.plan import RepackPlan, integer_module, read_manifest
 from quantkit.convert.report.kv_cache import summary
 from quantkit.convert.report.report import ConvertReport
@@ -57,7 +63,8 @@ def run_repack(plan: RepackPlan, listen: Listener, started: float | None = None)
         raise
     report.seconds = time.perf_counter() - started
     report.peak_host_bytes = peak_rss()
-    report.output_bytes = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))
+    weights = "*.safetensors" if plan.one_file is None else "*.gguf"
+    report.output_bytes = sum(file.stat().st_size for file in plan.out.glob(weights))
     return report
 
 
@@ -68,27 +75,44 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
     if plan.cache is not None:
         kv, calibration = _calibrate(plan, plan.cache, report, listen)
     decisions = _write_tensors(plan, writer, kv, report, listen)
+    report.notes += plan.source.notes() if isinstance(plan.source, PackedGGUF) else []
     write_beside(
         plan.source,
         writer.folder,
-        quantization=plan.format.config(plan.layout, __version__),
-        manifest=_manifest(plan, calibration, report.cache),
+        quantization=None if plan.one_file else plan.format.config(plan.layout, __version__),
+        manifest=_manifest(plan, calibration, report),
         kv=kv,
     )
-    writer.assemble()
-    try:
-        report.engines = lint_folder(FolderSource(writer.folder), shown=str(plan.out))
-    except UnsupportedModel as error:  # repacking needs no structure: models that quantkit cannot run are repacked too
-        report.warnings.append(f"which engines load it is not known: {error}")
-    listen(Progress("verify", total, total))
-    report.verified_tensors = verify_folder(writer.folder, decisions, writer.entries)
-    report.verified_tensors += verify_kv(writer.folder, kv)
+    if plan.one_file is not None:
+        listen(Progress("verify", total, total))
+        report.verified_tensors, notes, mix = write_repacked(plan.source, plan.one_file, writer)
+        report.notes += notes
+        family, file = str(plan.one_file.config["model_type"]), str(plan.out / file_name(mix))
+        report.engines = gguf_readers(Checkpoint("gguf", [], 0, 0, family=family, folder=file))
+        writer.settle()
+    else:
+        _assemble(plan, writer, decisions, kv, report, lambda: listen(Progress("verify", total, total)))
     sample = _smoke_test(plan, writer.folder)
     if isinstance(sample, str):
         report.notes.append(sample)
     else:
         report.sample = sample
     return report
+
+
+def _assemble(
+    plan: RepackPlan, writer: CheckpointWriter, decisions: dict[str, str], kv: KVPlan | None, report: ConvertReport,
+    verifying: Callable[[], None],
+) -> None:  # fmt: skip
+    """Join the parts into shards, tell who loads them, and read everything back."""
+    writer.assemble()
+    try:
+        report.engines = lint_folder(FolderSource(writer.folder), shown=str(plan.out))
+    except UnsupportedModel as error:  # repacking needs no structure: models that quantkit cannot run are repacked too
+        report.warnings.append(f"which engines load it is not known: {error}")
+    verifying()
+    report.verified_tensors = verify_folder(writer.folder, decisions, writer.entries)
+    report.verified_tensors += verify_kv(writer.folder, kv)
 
 
 def _report(plan: RepackPlan) -> ConvertReport:
@@ -127,18 +151,22 @@ def _write_tensors(
 
     Returns ``decision_sha256`` by module.
     """
-    reader, batch, decisions = plan.reader, _Batch(writer), dict[str, str]()
+    reader, batch, decisions = plan.reader, Batch(writer), dict[str, str]()
     for done, name in enumerate(reader.modules):
         raise_if_interrupted()
         listen(Progress("repack", done, len(reader.modules), name))
-        q = integer_module(reader, name)
-        decisions[name] = decision_sha256(q)
+        alone = plan.one_file is None or plan.one_file.alone(name)
         try:
-            parts = plan.format.encode(q)
+            done_with = fit(integer_module(reader, name), plan.format, rounding=plan.rounding, alone=alone)
         except CheckpointError as error:
             raise CheckpointError(f"{plan.source.path}: {name}: {error}") from error
-        batch.add({f"{name}.{part}": value for part, value in parts.items()})
-        report.layers.append(LayerReport(name, q.scheme.describe(), None, None, q.codes.numel(), q.bits_stored))
+        q = done_with.weight
+        if plan.one_file is None:
+            decisions[name] = decision_sha256(q)
+        bits = q.bits_stored if plan.one_file is None else 8 * sum(part.nbytes for part in done_with.parts.values())
+        batch.add({f"{name}.{part}": value for part, value in done_with.parts.items()})
+        scheme = q.scheme.describe() if plan.one_file is None else next(iter(done_with.parts)).rpartition(".")[2]
+        report.layers.append(LayerReport(name, scheme, done_with.error or None, None, math.prod(q.shape), bits))
     listen(Progress("copy", len(reader.modules), len(reader.modules)))
     for name in plan.plain:
         batch.add({name: reader.read(name)})
@@ -161,31 +189,16 @@ def _smoke_test(plan: RepackPlan, folder: Path) -> dict[str, str] | str:
     )
 
 
-class _Batch:
-    """Collects tensors into parts of about PART_BYTES."""
-
-    def __init__(self, writer: CheckpointWriter) -> None:
-        self.writer, self.tensors, self.size, self.parts = writer, dict[str, Tensor](), 0, 0
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors.update(tensors)
-        self.size += sum(tensor.nbytes for tensor in tensors.values())
-        if self.size >= PART_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.tensors:
-            self.writer.add_part(f"repack-{self.parts:05d}", self.tensors)
-        self.tensors, self.size, self.parts = {}, 0, self.parts + 1
-        release_free_memory()
-
-
-def _manifest(plan: RepackPlan, calibration: dict[str, Any] | None, cache: dict[str, Any] | None) -> dict[str, Any]:
+def _manifest(plan: RepackPlan, calibration: dict[str, Any] | None, report: ConvertReport) -> dict[str, Any]:
     """Return what made these bytes, without times and paths. ``source``: the manifest of the repacked folder."""
+    rounded = {layer.name: layer.relative_weight_error for layer in report.layers if layer.relative_weight_error}
+    if isinstance(plan.source, PackedGGUF):
+        rounded |= plan.source.rounded
     return {
         "quantkit_version": __version__,
         "repacked_from": {"format": plan.reader.format, "sha256": plan.source.digest()},
         "options": {"format": plan.format.name},
-        **({} if calibration is None else {"calibration": calibration, "cache": cache}),
+        **({"rounded": {name: float(f"{error:.3g}") for name, error in rounded.items()}} if rounded else {}),
+        **({} if calibration is None else {"calibration": calibration, "cache": report.cache}),
         "source": read_manifest(plan.source) or None,
     }

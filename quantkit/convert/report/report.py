@@ -207,8 +207,10 @@ class ConvertReport:
         did = method_words(self.method, self.method_options, self.preset)
         if self.repacked_from is not None:
             did = f"repacked from {self.repacked_from}, no code changed"
+        if self.method == "dequantize":
+            did = f"dequantized from {self.format}"
         cache = f", {label_words(self.kv_bits)}" if self.kv_bits != 16 else ""
-        lines = [f"{self.out}: {did}, {self.scheme}, {self.format}{cache}"]
+        lines = [f"{self.out}: {did}, {self.scheme}, {'dense' if self.method == 'dequantize' else self.format}{cache}"]
         schemes = Counter(layer.scheme for layer in self.layers)
         if len(schemes) > 1 and self.allocation is None:
             shown = ", ".join(f"{scheme} x {count}" for scheme, count in schemes.most_common())

@@ -18,8 +18,8 @@ from quantkit.convert.results import BlockResult, InputGroup, LayerReport
 from quantkit.core.blocks import BlockCodes, block_kind
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import NumericsError
+from quantkit.formats.ggml.blocks import encode
 from quantkit.formats.gguf import BLOCKS
-from quantkit.formats.gguf_blocks import encode
 
 PIECE = 1 << 22  # weights that are encoded and measured at a time
 Weighing = Callable[[str], Tensor | None]

@@ -193,6 +193,24 @@ def activations_json(scheme: Scheme) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
+def local_names(scheme: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the local names of a weight by its scheme, as ``Scheme.to_json`` gives it."""
+    number = scheme["number"]
+    if number == "fp8":
+        return "weight", "weight_scale"
+    beside = (GLOBAL,) if number == "nvfp4" else ()
+    return ("weight_packed", "weight_scale", *beside, *((INPUT_GLOBAL,) if scheme.get("activations") == number else ()))
+
+
+def shape(infos: Mapping[str, TensorHeader]) -> tuple[int, int]:
+    """Return ``(out_features, in_features)`` of a weight by the headers of its tensors."""
+    if "weight" in infos:
+        rows, columns = infos["weight"].shape
+        return rows, columns
+    rows, half = infos["weight_packed"].shape
+    return rows, 2 * half
+
+
 def part_names(module: str, stored: set[str]) -> tuple[str, ...]:
     """Return the local names of a packed float weight."""
     extra = tuple(name for name in (GLOBAL, INPUT_GLOBAL) if f"{module}.{name}" in stored)

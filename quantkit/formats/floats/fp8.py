@@ -4,8 +4,8 @@ Per linear ``X`` (out_features N, in_features K)::
 
     X.weight             float8_e4m3fn [N, K]
     X.weight_scale_inv   float32 (or 16 bit) [N / b0, K / b1], rounded up; ``weight_block_size: [b0, b1]``   or
-    X.weight_scale       float32: one number, or [N, 1]; without ``weight_block_size``
-    X.input_scale        float32: one number, with ``activation_scheme: static``
+    X.weight_scale       float32: one number, or [N, 1]; without ``weight_block_size`` (``weight_scale_inv``, too)
+    X.input_scale        float32: one number, with ``activation_scheme: static`` (transformers: ``activation_scale``)
 
 The weight is ``e4m3 * scale``: ``weight_scale_inv`` is no inverse, whatever its name says (transformers:
 integrations/finegrained_fp8.py). ``activation_scheme: dynamic`` rounds activations per token, beside blocks per b1
@@ -25,8 +25,9 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.floats.compressed import SCALE_DTYPES, decode_fp8
 from quantkit.formats.interface import TensorHeader
+from quantkit.formats.stored_parts import STATIC
 
-BLOCKS, WHOLE, INPUT = "weight_scale_inv", "weight_scale", "input_scale"
+BLOCKS, WHOLE = "weight_scale_inv", "weight_scale"
 
 
 class FP8:
@@ -40,7 +41,8 @@ class FP8:
         for name in names:
             module, _, local = name.rpartition(".")
             if local in (BLOCKS, WHOLE):
-                parts[module] = ("weight", local, *((INPUT,) if f"{module}.{INPUT}" in stored else ()))
+                static = (name for name in STATIC if f"{module}.{name}" in stored)
+                parts[module] = ("weight", local, *static)
         return parts
 
     @staticmethod
@@ -52,14 +54,14 @@ class FP8:
         size = config.get("weight_block_size")
         rows: int | None
         width: int | None
-        if scale == BLOCKS:
+        if scale == BLOCKS and size is not None:
             rows, width = _block(size)
         elif size is not None:
             raise CheckpointError(f"the config says blocks of {size}, but {WHOLE} is stored in place of {BLOCKS}.")
         else:
-            rows, width = (1 if infos[WHOLE].shape[:1] == infos["weight"].shape[:1] else None), None
+            rows, width = (1 if infos[scale].shape[:1] == infos["weight"].shape[:1] else None), None
         scheme = Scheme(8, width, scale_dtype=dtype, number="fp8", rows=rows)
-        dynamic = config.get("activation_scheme", "dynamic") == "dynamic" and INPUT not in infos
+        dynamic = config.get("activation_scheme", "dynamic") == "dynamic" and not set(STATIC) & set(infos)
         return replace(scheme, activations="fp8" if dynamic else None)
 
     @staticmethod
@@ -74,6 +76,9 @@ class FP8:
         scale = BLOCKS if BLOCKS in parts else WHOLE
         if not bool((parts[scale].float() > 0).all()):
             raise CheckpointError(f"{scale} holds a number that is not positive. Download it again.")
+        if scheme.rows is None and parts[scale].numel() > 1:
+            shape = list(parts[scale].shape)
+            raise CheckpointError(f"{scale} is {shape}, but the config does not say weight_block_size: [rows, inputs].")
         return decode_fp8(parts, scheme, scale)
 
 

@@ -19,8 +19,15 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
 from quantkit.formats.floats import gpt_oss
 from quantkit.formats.reader import QuantizedReader
+from quantkit.formats.stored_parts import STATIC
 
-_DTYPES = {"float16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def named_dtype(config: dict[str, Any]) -> torch.dtype:
+    """Return the dtype that a config.json names, bfloat16 if it names none."""
+    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return DTYPES.get(named.removeprefix("torch."), torch.bfloat16)
 
 
 def as_original(source: Source) -> Source:
@@ -48,7 +55,7 @@ def stored_experts(source: Source) -> Source:
 
 def tell_of_static_activations(reader: QuantizedReader) -> None:
     """Warn if a checkpoint stores fixed scales of activations, which other engines round by: quantkit does not."""
-    modules = [name for name, local in reader.modules.items() if "input_scale" in local]
+    modules = [name for name, local in reader.modules.items() if set(STATIC) & set(local)]
     if modules:
         warnings.warn(
             f"{reader.source.path}: {len(modules)} linears (first {modules[0]}) store a fixed scale for their"
@@ -62,13 +69,13 @@ class DenseSource:
     """A source whose packed tensors are seen as the parameters that they stand for.
 
     original: the source as it is stored. reader: of its quantized modules; None for gpt-oss's experts.
+    dtype: of the dequantized weights; None for the config's own.
     """
 
-    def __init__(self, original: Source, reader: QuantizedReader | None) -> None:
+    def __init__(self, original: Source, reader: QuantizedReader | None, dtype: torch.dtype | None = None) -> None:
         self.original, self.path, self._reader = original, original.path, reader
         self.config: dict[str, Any] = {k: v for k, v in original.config.items() if k != "quantization_config"}
-        named = str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
-        self.dtype = _DTYPES.get(named.removeprefix("torch."), torch.bfloat16)
+        self.dtype = named_dtype(self.config) if dtype is None else dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
         if reader is None:
             names = original.names()
@@ -81,8 +88,17 @@ class DenseSource:
             packed = {f"{name}{end}" for name in self._shapes for end in (gpt_oss.BLOCKS, gpt_oss.SCALES)}
             self._plain = [name for name in names if name not in packed]
         else:
-            self._shapes = {f"{name}.weight": reader.shape(name) for name in reader.modules}
-            self._plain = [name for name in reader.plain_names() if not name.endswith(".input_scale")]
+            self._shapes = {f"{name}.weight": _shape(reader, name) for name in reader.modules}
+            self._plain = [name for name in reader.plain_names() if name.rpartition(".")[2] not in STATIC]
+
+    @property
+    def format(self) -> str:
+        """The format that it is stored in."""
+        return gpt_oss.METHOD if self._reader is None else str(self._reader.format)
+
+    def is_packed(self, name: str) -> bool:
+        """Tell whether a tensor is dequantized, and not stored as it is."""
+        return name in self._shapes
 
     def names(self) -> list[str]:
         return [*self._plain, *self._shapes]
@@ -127,3 +143,8 @@ class DenseSource:
 
     def quantization(self) -> dict[str, Any] | None:
         return None
+
+
+def _shape(reader: QuantizedReader, name: str) -> tuple[int, int]:
+    """Return the shape of a quantized module; of a number format that headers do not tell, by reading it."""
+    return reader.shape(name) if isinstance(reader.scheme(name), Scheme) else reader.module(name).shape

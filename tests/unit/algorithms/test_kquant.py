@@ -10,7 +10,7 @@ from torch import Tensor
 from quantkit.algorithms.kquant import kquant
 from quantkit.algorithms.kquant_feedback import kquant_feedback
 from quantkit.core.blocks import KINDS, BlockCodes
-from quantkit.formats.gguf_blocks import encode
+from quantkit.formats.ggml.blocks import encode
 
 LIBRARY = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # what the gguf library rounds itself
 

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.core.blocks import KINDS, BlockCodes, BlockKind
 from quantkit.errors import CheckpointError
-from quantkit.formats.gguf_blocks import decode, encode
+from quantkit.formats.ggml.blocks import decode, encode
 
 
 def random_blocks(kind: BlockKind, rows: int = 3, blocks: int = 2, seed: int = 0) -> BlockCodes:

@@ -1,0 +1,59 @@
+"""Repack into one GGUF file: integer codes and MXFP4 as ggml's blocks, all else in the type that it is stored in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from quantkit.checkpoint.gguf_files.out_config import config_fields
+from quantkit.checkpoint.gguf_files.out_names import Names
+from quantkit.checkpoint.names import COMPUTED
+from quantkit.checkpoint.source import Source
+from quantkit.checkpoint.tokenizer import load_tokenizer
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.convert.gguf.names import check_gguf_vocabulary, config_of
+from quantkit.convert.output.gguf_file import OneFile, Rounded, write_one
+from quantkit.core.blocks import KINDS
+from quantkit.formats.gguf import BLOCKS
+from quantkit.formats.reader import QuantizedReader
+from quantkit.model.skeleton import build_skeleton
+
+
+class GGUFNames:
+    """The places of a model's tensors in a GGUF file.
+
+    Raises UnsupportedModel for a model, a tensor or a tokenizer that has no place there.
+    """
+
+    def __init__(self, source: Source, reader: QuantizedReader) -> None:
+        model: Any = build_skeleton(source.config)
+        self.config = config_of(model)
+        config_fields(self.config)
+        names = Names(self.config)
+        self._places = {name: names.place(f"{name}.weight") for name in reader.modules}
+        for name in reader.plain_names():
+            if not name.endswith(COMPUTED):
+                names.place(name)
+        check_gguf_vocabulary("repack", source, load_tokenizer(source), model)
+
+    def alone(self, module: str) -> bool:
+        """Tell whether a module is a tensor of its own, and not one of the experts in one."""
+        return self._places[module].expert is None
+
+
+def write_repacked(source: Source, names: GGUFNames, writer: CheckpointWriter) -> tuple[int, list[str], str]:
+    """Join the parts to one file; return how many tensors were compared, notes, and the most common type.
+
+    writer: has all parts, those of packed weights under ``formats.gguf.local_name``.
+    """
+    rounded = {}
+    for stored, entry in writer.entries.items():
+        module, mark, kind = stored.rpartition(f".{BLOCKS}.")
+        if mark:
+            rows, row_bytes = entry.shape
+            shape = rows, row_bytes // KINDS[kind].nbytes * KINDS[kind].width
+            rounded[stored] = Rounded(module, kind, shape)
+    mix = Counter(one.kind for one in rounded.values()).most_common(1)[0][0].lower()
+    one = OneFile(source, names.config, load_tokenizer(source), mix, rounded, None)
+    verified, notes = write_one(one, writer)
+    return verified, notes, mix
