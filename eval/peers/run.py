@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
+from environments import environment
 from tokens import write_tokens
 
 from quantkit.checkpoint.open import open_source
@@ -93,31 +93,6 @@ def parse(peers: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "eval", help="where environments are kept")
     return parser.parse_args()
-
-
-def environment(peer: str, install: list[str], work: Path, npm: Sequence[str] = ()) -> Path:
-    """The Python of a peer's environment, made if it is missing or was made from another list.
-
-    npm: packages of npm, laid beside it in ``node_modules``; none of their scripts is run.
-    """
-    folder = (work / "envs" / peer).resolve()
-    python, mark = folder / "bin" / "python", folder / "installed.json"
-    wanted = [*install, *npm]
-    if mark.exists() and json.loads(mark.read_text(encoding="utf-8")) == wanted:
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"making the environment of {peer}: {' '.join(wanted)}", file=sys.stderr, flush=True)
-    commands = [
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(python), "-m", "pip", "install", "--quiet", *install],
-    ]
-    if npm:
-        commands.append(["npm", "install", "--silent", "--no-save", "--ignore-scripts", "--prefix", str(folder), *npm])
-    for command in commands:
-        if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-            raise SystemExit(f"the environment of {peer} could not be made: {' '.join(command)}")
-    mark.write_text(json.dumps(wanted), encoding="utf-8")
-    return python
 
 
 def quantize(python: Path, script: str, args: argparse.Namespace, partial: Path) -> dict[str, Any]:

@@ -24,7 +24,8 @@ import shutil
 from pathlib import Path
 
 import torch
-from run import HERE, ROOT, environment, run_there, tomllib
+from environments import environment
+from run import HERE, ROOT, run_there, tomllib
 from safetensors.torch import save_file
 
 from quantkit.evaluate.kv_cache.planted_facts import plant

@@ -117,10 +117,12 @@ def kinds(*refused: str) -> EngineRule:
 def transformers_mixed(c: Checkpoint) -> str | None:
     """Object to mixed schemes and zero points together (``formats/compressed_tensors.py``).
 
-    Its dense loading knows one scheme, its compressed loading no zero points.
+    Its dense loading knows one scheme, its compressed loading no zero points. Run: zero points in groups of two sizes
+    fail ("size of tensor a must match"), beside whole rows they load (eval/readers/matrix.toml, ct-mixed-*).
     """
     if len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in c.schemes()}) == 1:
-        return None
+        sizes = {scheme.group_size for scheme in c.schemes() if not scheme.symmetric and scheme.group_size}
+        return None if len(sizes) < 2 else f"zero points in groups of {' and of '.join(map(str, sorted(sizes)))}."
     weight = first(c, lambda w: not w.scheme.symmetric or w.kind == "embedding")
     if weight is None:
         return None
@@ -132,6 +134,20 @@ def asymmetric_embedding(c: Checkpoint) -> str | None:
     """Object to an asymmetric embedding."""
     weight = first(c, lambda w: w.kind == "embedding" and not w.scheme.symmetric)
     return None if weight is None else f"{weight.name} is asymmetric; it reads no zero points for embeddings."
+
+
+# Families whose models in vLLM tell the embedding its name, without which it is taken for one in 16 bits. 0.32 was run:
+# llama's stops with "no module or parameter named 'embed_tokens.weight_packed'"; qwen3's loads, and stops on a CPU at
+# its Triton kernel.
+VLLM_EMBEDDINGS = ("qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")
+
+
+def unnamed_embedding(c: Checkpoint) -> str | None:
+    """Object to a quantized embedding of a family whose embedding vLLM does not name."""
+    weight = first(c, lambda w: w.kind in ("embedding", "tied"))
+    if weight is None or c.family in VLLM_EMBEDDINGS:
+        return None
+    return f"{weight.name} is quantized; it reads that of {', '.join(VLLM_EMBEDDINGS)} only."
 
 
 def per_channel(c: Checkpoint) -> str | None:

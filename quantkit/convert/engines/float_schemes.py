@@ -29,6 +29,7 @@ class Read:
 
 
 CT = "with compressed-tensors 0.20"
+FP8_CT = ("W8A8 fp8 channel", "W8A8 fp8 tensor", "W8A8 fp8 128x128", "W8 fp8 channel")  # run: docs/formats/readers.md
 FP8_VLLM = "multiplies fp8 on GPUs of compute capability 8.9 or newer; older ones leave activations in 16 bits"
 READS: dict[str, dict[str, Read]] = {
     "vLLM": {
@@ -49,7 +50,7 @@ READS: dict[str, dict[str, Read]] = {
     },
     "SGLang": {"W8A8 fp8 channel": Read(""), "W8A8 fp8 tensor": Read("")},
     "transformers": {
-        **{name: Read("", (CT,)) for name in ("W8A8 fp8 channel", "W8A8 fp8 tensor", "W8 fp8 channel")},
+        **{name: Read("", (CT,)) for name in FP8_CT},
         **{name: Read("", (CT, "in bfloat16 only")) for name in ("W4 nvfp4", "W4 mxfp4")},
         **{Scheme.of(name).describe(): Read("", ("needs accelerate and bitsandbytes",)) for name in OF_BITSANDBYTES},
     },

@@ -29,6 +29,7 @@ from quantkit.convert.engines.conditions import (
     several_schemes,
     split_embedding,
     transformers_mixed,
+    unnamed_embedding,
     vllm_groups,
 )
 from quantkit.convert.engines.experts import marlin_experts, transformers_experts, transformers_layers
@@ -52,6 +53,7 @@ VLLM = Engine(
         EngineRule((CT,), f"{V}compressed_tensors/utils.py:67, 176 (takes the first sibling's)", fused_schemes),
         EngineRule((CT,), f"{V}compressed_tensors/compressed_tensors_embedding.py:51", asymmetric_embedding),
         EngineRule((CT,), f"{V}compressed_tensors/compressed_tensors_embedding.py:96", split_embedding),
+        EngineRule((CT,), "vllm/model_executor/models/llama.py (embeddings without prefix)", unnamed_embedding),
         EngineRule((GPTQ,), f"{V}auto_gptq.py:99", gptq_bits),
         EngineRule((GPTQ,), f"{V}auto_gptq.py:152", asymmetric),
         EngineRule((GPTQ,), f"{V}utils/gptq_utils.py:161", fused_schemes),
