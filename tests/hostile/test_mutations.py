@@ -122,6 +122,7 @@ def test_a_number_that_changes_without_its_bytes_is_found(originals: Originals) 
         assert len(touched) == len(before) - 2  # all but the last tensor, and the heads
 
 
+@pytest.mark.filterwarnings("ignore:.*store a fixed scale:quantkit.errors.QuantkitWarning")
 def test_damaged_files_are_refused_or_read(originals: Originals) -> None:
     counts, wrong = run(originals, range(INPUTS), SEED)
     assert not wrong, f"{dict(counts)}\n" + "\n\n".join(wrong[:20])

@@ -88,8 +88,9 @@ class GGUFSource:
             if not torch.isfinite(cast).all() and torch.isfinite(part).all():
                 largest = part.abs().max().item()
                 raise SourceError(
-                    f"{self.path}: tensor {name!r} holds {largest:.4g}, more than float16 can. "
-                    "Use the model's BF16 or FP32 original instead of this GGUF file."
+                    f"{self.path}: tensor {name!r} holds {largest:.4g}, more than"
+                    f" {str(dtype).removeprefix('torch.')} can. Use --dequantize --dtype bfloat16 first,"
+                    " or the model's BF16 or FP32 original."
                 )
             if dtype != torch.float32:
                 error += float((cast.float() - part).square().sum())

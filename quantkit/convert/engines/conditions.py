@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from quantkit.convert.engines.rules import Checkpoint, EngineRule, first
 from quantkit.convert.options.rules import split_fused
 
@@ -117,12 +119,15 @@ def kinds(*refused: str) -> EngineRule:
 def transformers_mixed(c: Checkpoint) -> str | None:
     """Object to mixed schemes and zero points together (``formats/compressed_tensors.py``).
 
-    Its dense loading knows one scheme, its compressed loading no zero points. Run: zero points in groups of two sizes
-    fail ("size of tensor a must match"), beside whole rows they load (eval/readers/matrix.toml, ct-mixed-*).
+    Its dense loading knows one scheme, its compressed loading no zero points. Run: zero points of a few weights in
+    smaller groups than most have fail ("size of tensor a must match"), in larger ones or in whole rows they load
+    (eval/readers/matrix.toml, ct-mixed-*; tests/integration/test_head_and_embeddings.py).
     """
     if len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in c.schemes()}) == 1:
-        sizes = {scheme.group_size for scheme in c.schemes() if not scheme.symmetric and scheme.group_size}
-        return None if len(sizes) < 2 else f"zero points in groups of {' and of '.join(map(str, sorted(sizes)))}."
+        sizes = Counter(w.scheme.group_size for w in c.linears if not w.scheme.symmetric and w.scheme.group_size)
+        usual = max(sizes, key=lambda size: sizes[size], default=0)
+        small = min(sizes, default=0)
+        return f"zero points in groups of {small}, where most have {usual}." if small < usual else None
     weight = first(c, lambda w: not w.scheme.symmetric or w.kind == "embedding")
     if weight is None:
         return None

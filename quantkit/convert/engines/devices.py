@@ -24,6 +24,14 @@ def on_any(c: Checkpoint) -> tuple[str, ...]:
     return ("on a GPU or a CPU",)
 
 
+def by_gptqmodel(c: Checkpoint) -> tuple[str, ...]:
+    """Return where transformers runs a checkpoint: gptq on a CPU by the kernel that gptqmodel 7.6 chose when run."""
+    whole = first(c, lambda w: c.format == "gptq" and w.scheme.bits == 4 and w.scheme.group_size is None)
+    if whole is None:
+        return on_any(c)
+    return ("on a GPU", "on a CPU no: 4 bits in groups of 32, 64, 128 or 256 only")
+
+
 def not_run_on_cpu(c: Checkpoint) -> tuple[str, ...]:
     """Return where an engine runs whose CPU kernels for these numbers depend on the processor, and were not run."""
     return ("on an NVIDIA GPU", "on a CPU not tried")

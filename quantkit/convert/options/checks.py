@@ -78,7 +78,9 @@ def _without_effect(options: ConvertOptions) -> dict[str, str]:
     useless: dict[str, str] = {}
     if options.method in ("awq", "tune") and options.scales == "minmax":
         useless["damping"] = f"--method {options.method} --scales minmax takes no ranges from statistics"
-    useless["allow_rounding"] = "it goes with a repack, and this source is quantized"
+    useless["allow_rounding"] = (
+        "it goes with a repack, and weights are rounded anew here (--repack keeps those of GGUF, FP8, NVFP4, MXFP4)"
+    )
     useless["dtype"] = "it goes with --dequantize"
     if options.method != "tune":
         useless["tune_steps"] = f"--method {options.method} does not learn"

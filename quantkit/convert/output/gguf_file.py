@@ -172,7 +172,10 @@ def _joined(name: str, parts: list[_Part], writer: CheckpointWriter) -> OutTenso
         raise CheckpointError(f"{name}: an expert is missing, or is there twice")
     kinds = {(part.kind, part.shape) for part in ordered}
     if len(kinds) > 1:
-        raise CheckpointError(f"{name}: experts of several shapes or formats cannot be stacked: {sorted(kinds)}")
+        raise CheckpointError(
+            f"{name}: its experts are one tensor here, and have {sorted({part.kind for part in ordered})}."
+            " Use --format native or compressed-tensors, or quantize the original with --format gguf."
+        )
     shape = (len(ordered), *first.shape)
     return OutTensor(name, first.kind, shape, lambda: torch.stack([_value(part, writer) for part in ordered]))
 

@@ -50,6 +50,7 @@ def write_beside(
     """
     # without a version older transformers take the tokenizer of a folder made from a GGUF file for a faulty one
     config = {"transformers_version": version("transformers"), **passed_on(source.config)}
+    config.pop("quantization_config", None)  # the source's own
     if quantization is not None:
         config = {**config, "quantization_config": quantization}
     with disk(folder):

@@ -99,14 +99,13 @@ class BitBudget:
             return [
                 f"{self.asked}: the least that is possible here is"
                 f" {self._asks_for(self.least, self._range()[0], up=True)}. "
-                "Ask for"
-                f" more{'' if self.format == 'native' else NATIVE_GOES_LOWER}."
+                f"Ask for more{'' if self.format in ('native', 'gguf') else NATIVE_GOES_LOWER}."
             ]
         if self.budget > self.most:
             return [
                 f"{self.asked}: the most that is possible here is"
                 f" {self._asks_for(self.most, self._range()[1], up=False)}."
-                " Ask for less, or for fixed --bits."
+                f" Ask for less, or for {'--gguf-type q8_0 or f16' if self.format == 'gguf' else 'fixed --bits'}."
             ]
         return []
 

@@ -130,7 +130,7 @@ def _measures(options: ConvertOptions, budget: BitBudget | None) -> bool:
 
 
 EXACT = ("F32", "F16", "BF16")
-KEEP = "; --repack keeps its numbers, in another format"
+KEEP = "; --repack keeps its numbers, where another format holds them"
 
 
 def make_plan(options: ConvertOptions, source: Source | None = None) -> Plan:

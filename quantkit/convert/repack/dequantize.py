@@ -17,7 +17,6 @@ from torch import Tensor
 from quantkit.checkpoint.gguf_files.source import GGUFSource
 from quantkit.checkpoint.source import Source, TensorInfo
 from quantkit.checkpoint.writer import CheckpointWriter, check_output
-from quantkit.convert.options.options import DEFAULTS
 from quantkit.convert.output.side_files import write_beside
 from quantkit.convert.output.smoke_test import continue_prompt
 from quantkit.convert.output.verify import verify_folder
@@ -44,20 +43,32 @@ FREE = ("source", "out", "overwrite", "device", "dequantize", "dtype")
 class Dequantized:
     """A quantized source seen as the dense model that it means, in one dtype.
 
-    Tensors that are not quantized stay as they are stored; all those of a GGUF file get the dtype.
+    Tensors that are not quantized stay as they are stored unless the dtype was asked for; all those of a GGUF file get
+    the dtype.
 
     error: of each tensor that the dtype rounded, relative to its size; grows as they are read.
     """
 
-    def __init__(self, source: Source, dtype: torch.dtype) -> None:
-        """Raises RequestError for a source that is not quantized, CheckpointError for damage that headers tell."""
+    def __init__(self, source: Source, dtype: torch.dtype, *, asked: bool = True) -> None:
+        """Open a source.
+
+        dtype: of all tensors. asked: it was asked for; else the config's, which other tensors need not have.
+
+        Raises RequestError for a source that is not quantized, CheckpointError for damage that headers tell.
+        """
         self.path, self.original, self.dtype = source.path, source, dtype
         self.error: dict[str, float] = {}
+        self._asked = asked
         config = source.quantization()
         self._file = source if isinstance(source, GGUFSource) else None
         self._dense: DenseSource | None = None
         if config is not None:
             whole = config.get("quant_method") == gpt_oss.METHOD  # too large for float32, and exact without
+            if whole and dtype == torch.float16 and asked:
+                raise RequestError(
+                    f"--dtype float16: {source.path} holds powers of two that are no float16 numbers. Use"
+                    " bfloat16, which holds every weight exactly."
+                )
             reader = None if whole else QuantizedReader(source)
             self._dense = DenseSource(source, reader, dtype if whole else torch.float32)
         elif self._file is None:
@@ -74,7 +85,9 @@ class Dequantized:
         return TensorInfo(self.dtype, info.shape) if self._casts(name) else info
 
     def _casts(self, name: str) -> bool:
-        return self._file is not None or (self._dense is not None and self._dense.is_packed(name))
+        if self._dense is None:
+            return True
+        return self._dense.is_packed(name) or (self._asked and self._dense.info(name).dtype.is_floating_point)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor. Raises NumericsError for a number that is too large for the dtype."""
@@ -84,7 +97,7 @@ class Dequantized:
             assert self._dense is not None
             exact = self._dense.read(name)
             value = exact.to(self.dtype) if self._casts(name) else exact
-            self_error = relative_error(value, exact) if value.dtype != exact.dtype else 0.0
+            self_error = relative_error(value, exact.float()) if value.dtype != exact.dtype else 0.0
         if value.is_floating_point() and self._casts(name) and not bool(torch.isfinite(value).all()):
             raise NumericsError(f"{self.path}: {name} holds more than {self.dtype} can. Use --dtype bfloat16.")
         if self_error:
@@ -172,12 +185,12 @@ def plan_dequantize(source: Source, out: Path, requested: Mapping[str, Any]) -> 
     Raises RequestError for a source that is not quantized, and for an option that has no effect.
     """
     for name, value in requested.items():
-        if name not in FREE and value != DEFAULTS.get(name):
+        if name not in FREE:
             raise RequestError(no_effect(name, value, "--dequantize rounds to no codes"))
     dtype = _dtype(source, str(requested.get("dtype", "auto")))
     check_output(out, bool(requested.get("overwrite", False)))
     refuse_same_place(out, source)
-    dense = Dequantized(source, dtype)
+    dense = Dequantized(source, dtype, asked=str(requested.get("dtype", "auto")) != "auto")
     infos = [dense.info(name) for name in dense.names()]
     output, largest = sum(info.nbytes for info in infos), max(torch.Size(info.shape).numel() for info in infos)
     # a matrix as codes, as float32 twice, and in the dtype; parts of files beside it

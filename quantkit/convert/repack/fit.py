@@ -8,6 +8,7 @@ for each weight, against the weight as it was stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +25,8 @@ from quantkit.formats.ggml import codes as gguf_codes
 from quantkit.formats.interface import Format
 
 HALF_SCALES = ("gptq", "awq", "gguf")  # formats whose files hold scales in float16 alone
+SMALLEST_HALF, LARGEST_HALF = 2.0**-24, 65504.0  # positive numbers of float16
+PIECE = 1 << 20  # weights whose change is measured at a time
 ROUND = "--allow-rounding rounds them, and measures by how much"
 
 
@@ -54,50 +57,64 @@ def fit(q: QuantTensor, form: Format, *, rounding: bool, alone: bool = True) -> 
 
     Raises CheckpointError for what the format does not hold, or would round.
     """
-    scaled = _with_scales_of(q, form, rounding)
+    scaled, changed = _with_scales_of(q, form, rounding)
     if form.name == gguf.GGUF.name:
         kind = gguf_codes.block_kind_for(scaled, rounding=rounding, alone=alone)
         parts = gguf.encode_as(scaled, kind)
-        rounded = scaled is not q or (rounding and kind in gguf_codes.WITH_MINIMA.values())
         (packed,) = parts.values()
-        weight = gguf_blocks.decode(packed, KINDS[kind]).dequantize() if rounded else None
-    else:
-        parts = form.encode(scaled)
-        weight = None if scaled is q else scaled.dequantize()
-    return Fitted(parts, scaled, 0.0 if weight is None else _error(weight, q.dequantize()))
+        if changed or (rounding and kind in gguf_codes.WITH_MINIMA.values()):
+            return Fitted(
+                parts, scaled, _error(q, lambda rows: gguf_blocks.decode(packed[rows], KINDS[kind]).dequantize())
+            )
+        return Fitted(parts, scaled, 0.0)
+    parts = form.encode(scaled)
+    return Fitted(parts, scaled, _error(q, lambda rows: _rows(scaled, rows).dequantize()) if changed else 0.0)
 
 
-def _error(weight: Tensor, before: Tensor) -> float:
-    size = float(before.double().square().sum())
-    return (float((weight.double() - before.double()).square().sum()) / size) ** 0.5 if size else 0.0
+def _rows(q: QuantTensor, rows: slice) -> QuantTensor:
+    return QuantTensor(q.codes[rows], q.scales[rows], None if q.zeros is None else q.zeros[rows], q.scheme)
 
 
-def _with_scales_of(q: QuantTensor, form: Format, rounding: bool) -> QuantTensor:
-    """Return the weight with scales as the format stores them; itself where they are those."""
+def _error(before: QuantTensor, after: Callable[[slice], Tensor]) -> float:
+    """Return the size of a change relative to the weight's, some rows at a time. after: the weight's rows now."""
+    lost = size = 0.0
+    out, width = before.scales.shape[0], before.codes.shape[1]
+    step = max(1, PIECE // width)
+    for start in range(0, out, step):
+        rows = slice(start, start + step)
+        was = _rows(before, rows).dequantize().double()
+        lost += float((after(rows).double() - was).square().sum())
+        size += float(was.square().sum())
+    return (lost / size) ** 0.5 if size else 0.0
+
+
+def _with_scales_of(q: QuantTensor, form: Format, rounding: bool) -> tuple[QuantTensor, bool]:
+    """Return the weight with scales as the format stores them, and whether one of them is another number."""
     if q.scheme.number == "nvfp4":
         return _beside_global_scale(q, rounding)
     scheme = written_scheme(form, q.scheme)
     if scheme == q.scheme:
-        return q
-    scales = q.scales.to(scheme.torch_scale_dtype)
-    if not rounding and not torch.equal(scales.float(), q.scales.float()):
+        return q, False
+    scales = q.scales.float().clamp(SMALLEST_HALF, LARGEST_HALF).to(scheme.torch_scale_dtype)
+    changed = not torch.equal(scales.float(), q.scales.float())
+    if changed and not rounding:
         raise CheckpointError(
             f"scales in {q.scheme.scale_dtype} are too large or too small for the {scheme.scale_dtype} of"
             f" {form.name}. {ROUND}; --format compressed-tensors or native keeps them."
         )
-    return replace(q, scales=scales, scheme=scheme)
+    return replace(q, scales=scales, scheme=scheme), changed
 
 
-def _beside_global_scale(q: QuantTensor, rounding: bool) -> QuantTensor:
+def _beside_global_scale(q: QuantTensor, rounding: bool) -> tuple[QuantTensor, bool]:
     divisor = q.scheme.global_scale
     assert divisor is not None
     divisor = float(torch.tensor(divisor, dtype=torch.float32))
     scales = round_e4m3(q.scales * divisor) / divisor
     if divisor == q.scheme.global_scale and torch.equal(scales, q.scales):
-        return q
+        return q, False
     if not rounding:
         raise CheckpointError(
             "block scales times their factor (weight_scale_2) are no E4M3 numbers divided by a float32, which is what"
             f" compressed-tensors stores. {ROUND} (some 1e-8)."
         )
-    return replace(q, scales=scales, scheme=replace(q.scheme, global_scale=divisor))
+    return replace(q, scales=scales, scheme=replace(q.scheme, global_scale=divisor)), True

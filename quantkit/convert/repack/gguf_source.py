@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.gguf_files.architectures import OUTER
 from quantkit.checkpoint.gguf_files.source import GGUFSource
 from quantkit.checkpoint.source import TensorInfo
+from quantkit.convert.gguf.types import FLOATS
 from quantkit.core.blocks import KINDS, block_kind
 from quantkit.core.mapped import View, owned
 from quantkit.errors import RequestError
@@ -38,7 +39,7 @@ class PackedGGUF:
 
         Head and embedding become 16-bit numbers unless the target holds both, tied or not: engines want them so.
 
-        Raises RequestError if there is none.
+        Raises RequestError if that is fewer than half of the blocks' matrices.
         """
         self.original, self.path, self.config = source, source.path, source.config
         self.rounded: dict[str, float] = {}
@@ -49,12 +50,13 @@ class PackedGGUF:
             for module, kind in kinds.items()
             if kind in gguf_codes.READ and module not in plain and self._held(module, kind, form)
         }
-        if not self._kinds:
+        linears = [m for m, kind in kinds.items() if m.startswith("model.layers.") and kind not in FLOATS]
+        if not self._kinds or 2 * sum(module in self._kinds for module in linears) < len(linears):
             counted = ", ".join(f"{kind} x {n}" for kind, n in Counter(kinds.values()).most_common())
             raise RequestError(
-                f"{self.path}: none of its tensors has codes that {form.name} holds ({counted}). Without --repack it is"
-                " quantized anew; --dequantize writes its weights as floating-point numbers; --format native holds most"
-                " kinds."
+                f"{self.path}: most of its weights have no codes that {form.name} holds ({counted}). Without --repack"
+                " it is quantized anew; --dequantize writes its weights as floating-point numbers; --format native"
+                " holds most kinds."
             )
         symmetric = not any(KINDS[kind].minima or self._turned(module) for module, kind in self._kinds.items())
         self._quantization = {
