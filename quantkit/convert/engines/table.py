@@ -130,7 +130,7 @@ TRANSFORMERS = Engine(
     (
         EngineRule((CT,), "transformers/integrations/compressed_tensors.py:45", transformers_mixed),
         at("transformers/utils/quantization_config.py:742", odd_bits(2, 3, 4, 8), GPTQ),
-        EngineRule((GPTQ,), "optimum/gptq (layers are built by the config's one scheme; run)", several_schemes),
+        EngineRule((GPTQ,), "transformers/quantizers/quantizer_gptq.py:56 (optimum; run)", several_schemes),
         at("transformers/quantizers/quantizer_awq.py:67", odd_bits(4), AWQ),
         at("transformers/quantizers/quantizer_gptq.py:89", kinds("head", "embedding", "tied"), GPTQ, AWQ),
     ),
