@@ -21,7 +21,7 @@ from hostile.same_numbers import wrong as wrong_numbers
 Originals = tuple[Path, Path]
 
 SEED = int(os.environ.get("QUANTKIT_HOSTILE_SEED", "0"))
-INPUTS = int(os.environ.get("QUANTKIT_HOSTILE_INPUTS", "1500"))
+INPUTS = int(os.environ.get("QUANTKIT_HOSTILE_INPUTS", "600"))
 MODULES = (
     "torch",
     "transformers",
