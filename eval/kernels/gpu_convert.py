@@ -70,10 +70,10 @@ ONCE = (
     ("plan", "quantkit.convert.api", "make_plan"),
     ("hash of the source", "quantkit.convert.job.work_folder", "job_of"),
     ("embed", "quantkit.convert.run", "embed"),
-    ("outside and copy", "quantkit.convert.run", "_copy_unquantized"),
+    ("outside and copy", "quantkit.convert.finish", "_copy_unquantized"),
     ("assemble", "quantkit.checkpoint.writer", "CheckpointWriter.assemble"),
-    ("verify", "quantkit.convert.run", "verify_folder"),
-    ("sample", "quantkit.convert.run", "_smoke_test"),
+    ("verify", "quantkit.convert.finish", "verify_folder"),
+    ("sample", "quantkit.convert.finish", "_smoke_test"),
 )
 GROWING = ("hash of the source", "assemble", "verify")  # sizes of source and output grow in nearly one proportion
 

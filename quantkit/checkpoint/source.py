@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -88,6 +89,35 @@ class Source(Protocol):
 
     def quantization(self) -> dict[str, Any] | None:
         """The ``quantization_config``, or None for a floating-point model."""
+
+
+class SeenSource(ABC):
+    """A source seen as another model: what a subclass does not change is the original's.
+
+    A subclass says ``config``, ``names``, ``info`` and ``read``.
+    """
+
+    def __init__(self, original: Source) -> None:
+        self.original, self.path = original, original.path
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, see ``Source.read``."""
+
+    def view(self, name: str) -> View:
+        return owned(self.read(name))
+
+    def read_entry(self, name: str, index: int) -> Tensor:
+        return self.read(name)[index]
+
+    def kinds(self) -> list[str]:
+        return self.original.kinds()
+
+    def file_bytes(self) -> int:
+        return self.original.file_bytes()
+
+    def digest(self) -> str:
+        return self.original.digest()
 
 
 MODELOPT = "hf_quant_config.json"  # where ModelOpt says what it did

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +27,7 @@ from quantkit.checkpoint.storage.record import AGAIN, SHA256, read_record, sync,
 from quantkit.checkpoint.storage.removal import remove
 from quantkit.checkpoint.storage.unfinished import lock_new, partial_folder, put_back, replaced_folder, sweep
 from quantkit.core.host import size_text
-from quantkit.core.interrupt import raise_if_interrupted
+from quantkit.core.interrupt import raise_if_interrupted, undisturbed
 from quantkit.errors import CheckpointError, QuantkitError, RequestError, WorkFolderError
 
 SHARD_BYTES = 5 * 10**9  # the size that hubs and loaders are used to
@@ -213,6 +213,17 @@ class CheckpointWriter:
                 sync(self.out.parent)
             remove(self._old, self.out.parent)
         self._release()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside: write everything. Behind it the folder has its final name, or, after an error, is gone."""
+        try:
+            yield
+            self.commit()
+        except BaseException:
+            with undisturbed():  # by a second Ctrl-C
+                self.abandon()
+            raise
 
     def abandon(self) -> None:
         """Remove everything written so far; a model that was about to be replaced is put back."""

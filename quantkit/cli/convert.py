@@ -10,32 +10,12 @@ from typing import Any
 import click
 
 from quantkit.algorithms import METHODS
-from quantkit.cli.option_groups import GroupedCommand, grouped
+from quantkit.cli.option_groups import GroupedCommand, GroupSize, grouped
 from quantkit.cli.output import print_json, print_lines
 from quantkit.cli.progress import bar
-from quantkit.errors import RequestError
 from quantkit.formats import WRITABLE
 
 FORMER_NAMES = {"products": "matmul_precision"}  # as in convert.options.resolve, which is loaded only when it is needed
-
-
-class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
-    """A number of inputs, 'channel' for one scale per output row, or 'auto': chosen with the bits."""
-
-    name = "size|channel|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str | None:
-        if value in (None, "channel", "-1", -1):
-            return None
-        if value == "auto":
-            return "auto"
-        try:
-            return int(value)
-        except ValueError:
-            raise RequestError(
-                f"--group-size {value}: a positive number of inputs, 'channel', or 'auto' with --target-bpw or"
-                " --target-size."
-            ) from None
 
 
 WORTH_SAYING = 30.0  # seconds: a shorter conversion is not announced

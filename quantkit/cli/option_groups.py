@@ -1,4 +1,4 @@
-"""Options under headings: ``@click.command(cls=GroupedCommand)`` and ``@grouped("KV cache", "--kv-bits", ...)``."""
+"""Options under headings (``cls=GroupedCommand``, ``@grouped("KV cache", "--kv-bits", ...)``), and the type of one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+from quantkit.errors import RequestError
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -42,3 +44,22 @@ class GroupedCommand(click.Command):
 def grouped(heading: str, *declarations: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
     """Declare an option as ``click.option`` does; a ``GroupedCommand`` lists it under ``heading``."""
     return click.option(*declarations, cls=GroupedOption, heading=heading, **attributes)
+
+
+class GroupSize(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
+    """A number of inputs, 'channel' for one scale per output row, or 'auto': chosen with the bits."""
+
+    name = "size|channel|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str | None:
+        if value in (None, "channel", "-1", -1):
+            return None
+        if value == "auto":
+            return "auto"
+        try:
+            return int(value)
+        except ValueError:
+            raise RequestError(
+                f"--group-size {value}: a positive number of inputs, 'channel', or 'auto' with --target-bpw or"
+                " --target-size."
+            ) from None

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoint.source import Source, TensorInfo
-from quantkit.core.mapped import View, owned
+from quantkit.checkpoint.source import SeenSource, Source, TensorInfo
 from quantkit.errors import NumericsError, UnsupportedModel
 from quantkit.model.attention_shape import head_dim
 from quantkit.model.skeleton import build_skeleton
@@ -131,7 +130,7 @@ def refuse(source: Source) -> None:
         )
 
 
-class RotatedSource:
+class RotatedSource(SeenSource):
     """A source whose tensors are those of the rotated model, one at a time.
 
     They are computed in float64 and rounded to the dtype that is stored. Rounding moves a weight by at most 2**-11
@@ -141,7 +140,8 @@ class RotatedSource:
     def __init__(self, original: Source, seed: int = SIGNS) -> None:
         """Reads no weights. Raises UnsupportedModel (see ``refuse``)."""
         refuse(original)
-        self.original, self.path, self.seed = original, original.path, seed
+        super().__init__(original)
+        self.seed = seed
         self.config: dict[str, Any] = {**original.config, "tie_word_embeddings": False}
         width = int(self.config["hidden_size"])
         self._width = width
@@ -163,18 +163,6 @@ class RotatedSource:
 
     def read(self, name: str) -> Tensor:
         return self.exact(name, self.info(name).dtype)
-
-    def view(self, name: str) -> View:
-        return owned(self.read(name))
-
-    def read_entry(self, name: str, index: int) -> Tensor:
-        return self.read(name)[index]
-
-    def kinds(self) -> list[str]:
-        return self.original.kinds()
-
-    def file_bytes(self) -> int:
-        return self.original.file_bytes()
 
     def digest(self) -> str:
         return hashlib.sha256(f"{self.original.digest()} rotated {self.seed}".encode()).hexdigest()

@@ -181,7 +181,7 @@ def test_older_states_are_used_when_the_younger_ones_are_damaged(
     convert()
     wanted = digest(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "wanted")
-    monkeypatch.setattr(run, "_finish", lambda *rest: (_ for _ in ()).throw(Stopped()))
+    monkeypatch.setattr(run, "finish", lambda *rest: (_ for _ in ()).throw(Stopped()))
     with pytest.raises(Stopped):
         convert()
     monkeypatch.undo()

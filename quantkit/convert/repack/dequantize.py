@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.gguf_files.source import GGUFSource
-from quantkit.checkpoint.source import Source, TensorInfo
+from quantkit.checkpoint.source import SeenSource, Source, TensorInfo
 from quantkit.checkpoint.writer import CheckpointWriter, check_output
 from quantkit.convert.output.side_files import write_beside
 from quantkit.convert.output.smoke_test import continue_prompt
@@ -29,8 +29,7 @@ from quantkit.convert.repack.checks import no_effect
 from quantkit.convert.repack.memory import LIBRARIES, PART_BYTES, SAMPLE_BYTES, TOO_LARGE
 from quantkit.convert.report.report import ConvertReport
 from quantkit.core.host import current_rss, map_large_blocks, peak_rss
-from quantkit.core.interrupt import raise_if_interrupted, undisturbed
-from quantkit.core.mapped import View, owned
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.errors import NumericsError, RequestError, SourceError
 from quantkit.formats.floats import gpt_oss
 from quantkit.formats.reader import QuantizedReader
@@ -40,7 +39,7 @@ from quantkit.version import __version__
 FREE = ("source", "out", "overwrite", "device", "dequantize", "dtype")
 
 
-class Dequantized:
+class Dequantized(SeenSource):
     """A quantized source seen as the dense model that it means, in one dtype.
 
     Tensors that are not quantized stay as they are stored unless the dtype was asked for; all those of a GGUF file get
@@ -56,7 +55,8 @@ class Dequantized:
 
         Raises RequestError for a source that is not quantized, CheckpointError for damage that headers tell.
         """
-        self.path, self.original, self.dtype = source.path, source, dtype
+        super().__init__(source)
+        self.dtype = dtype
         self.error: dict[str, float] = {}
         self._asked = asked
         config = source.quantization()
@@ -103,21 +103,6 @@ class Dequantized:
         if self_error:
             self.error[name] = self_error
         return value
-
-    def view(self, name: str) -> View:
-        return owned(self.read(name))
-
-    def read_entry(self, name: str, index: int) -> Tensor:
-        return self.read(name)[index]
-
-    def kinds(self) -> list[str]:
-        return self.original.kinds()
-
-    def file_bytes(self) -> int:
-        return self.original.file_bytes()
-
-    def digest(self) -> str:
-        return self.original.digest()
 
     def quantization(self) -> dict[str, Any] | None:
         return None
@@ -228,13 +213,8 @@ def run_dequantize(plan: DequantizePlan, listen: Listener, started: float | None
     map_large_blocks()
     started = time.perf_counter() if started is None else started
     writer = CheckpointWriter(plan.out, overwrite=plan.overwrite)
-    try:
+    with writer.whole():
         report = _write(plan, writer, listen)
-        writer.commit()
-    except BaseException:
-        with undisturbed():  # by a second Ctrl-C
-            writer.abandon()
-        raise
     report.seconds = time.perf_counter() - started
     report.peak_host_bytes = peak_rss()
     report.output_bytes = sum(file.stat().st_size for file in plan.out.glob("*.safetensors"))

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.gguf_files.architectures import OUTER
 from quantkit.checkpoint.gguf_files.source import GGUFSource
-from quantkit.checkpoint.source import TensorInfo
+from quantkit.checkpoint.source import SeenSource, TensorInfo
 from quantkit.convert.gguf.types import FLOATS
 from quantkit.core.blocks import KINDS, block_kind
-from quantkit.core.mapped import View, owned
 from quantkit.errors import RequestError
 from quantkit.formats.ggml import blocks as gguf_blocks
 from quantkit.formats.ggml import codes as gguf_codes
@@ -28,11 +27,13 @@ from quantkit.formats.interface import Format
 HEAD_EMBEDDINGS = tuple(name for name in OUTER.values() if not name.endswith("norm"))
 
 
-class PackedGGUF:
+class PackedGGUF(SeenSource):
     """The file as a quantized source, for one target format.
 
     rounded: tensors that were read as 16-bit numbers -> the error of that, relative to their size; grows as they are.
     """
+
+    original: GGUFSource
 
     def __init__(self, source: GGUFSource, form: Format) -> None:
         """Choose the matrices that stay packed, from the table and from the signs of their scales.
@@ -41,7 +42,8 @@ class PackedGGUF:
 
         Raises RequestError if that is fewer than half of the blocks' matrices.
         """
-        self.original, self.path, self.config = source, source.path, source.config
+        super().__init__(source)
+        self.config = source.config
         self.rounded: dict[str, float] = {}
         kinds = {name.removesuffix(".weight"): source.kind(name) for name in source.names() if name.endswith(".weight")}
         plain = () if "tied" in form.head_embeddings else HEAD_EMBEDDINGS
@@ -99,21 +101,6 @@ class PackedGGUF:
         if error:
             self.rounded[name] = error
         return value
-
-    def view(self, name: str) -> View:
-        return owned(self.read(name))
-
-    def read_entry(self, name: str, index: int) -> Tensor:
-        return self.read(name)[index]
-
-    def kinds(self) -> list[str]:
-        return self.original.kinds()
-
-    def file_bytes(self) -> int:
-        return self.original.file_bytes()
-
-    def digest(self) -> str:
-        return self.original.digest()
 
     def quantization(self) -> dict[str, Any]:
         return self._quantization

@@ -37,7 +37,10 @@ from quantkit.formats.stored_parts import STATIC
 # last names of position embeddings, for models whose structure is not known
 POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 
-ORIGINAL = "Repacking changes no code; quantize the 16-bit original for this format instead."
+ORIGINAL = (
+    "Repacking changes no code; quantize the 16-bit original for this format instead, or make a dense checkpoint with"
+    " --dequantize."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

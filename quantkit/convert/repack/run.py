@@ -34,7 +34,7 @@ from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.results import LayerReport, decision_sha256
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
-from quantkit.core.interrupt import raise_if_interrupted, undisturbed
+from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.kvscheme import KVPlan
 from quantkit.errors import CheckpointError, SourceError, UnsupportedModel
 from quantkit.version import __version__
@@ -54,13 +54,8 @@ def run_repack(plan: RepackPlan, listen: Listener, started: float | None = None)
     map_large_blocks()
     started = time.perf_counter() if started is None else started
     writer = CheckpointWriter(plan.out, overwrite=plan.overwrite, stem=plan.format.stem)
-    try:
+    with writer.whole():
         report = _repack(plan, writer, listen)
-        writer.commit()
-    except BaseException:
-        with undisturbed():  # by a second Ctrl-C
-            writer.abandon()
-        raise
     report.seconds = time.perf_counter() - started
     report.peak_host_bytes = peak_rss()
     weights = "*.safetensors" if plan.one_file is None else "*.gguf"
@@ -127,7 +122,9 @@ def _report(plan: RepackPlan) -> ConvertReport:
         warnings=list(plan.warnings),
         repacked_from=plan.reader.format,
         predicted_host_bytes=plan.host,
-        source_bytes=sum(source.info(name).nbytes for name in source.names()),
+        source_bytes=source.file_bytes()
+        if isinstance(source, PackedGGUF)
+        else sum(source.info(name).nbytes for name in source.names()),
     )
 
 

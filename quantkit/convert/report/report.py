@@ -215,11 +215,11 @@ class ConvertReport:
         if len(schemes) > 1 and self.allocation is None:
             shown = ", ".join(f"{scheme} x {count}" for scheme, count in schemes.most_common())
             lines.append(f"  schemes   {shown}")
+        bits = f", {self.bits_per_weight:.3f} bits per quantized weight" if self.layers else ""
         lines += [
             (
                 f"  size      {_mb(self.source_bytes)} -> {_mb(self.output_bytes)}"
-                f" ({_change(self.source_bytes, self.output_bytes)}), {self.bits_per_weight:.3f} bits per quantized"
-                " weight"
+                f" ({_change(self.source_bytes, self.output_bytes)}){bits}"
             ),
             (
                 f"  time      {self.seconds:.0f} s{' since it was resumed' if self.resumed else ''}, peak memory"
@@ -310,6 +310,8 @@ def _kl(value: float | None) -> str:
 
 def _change(before: int, after: int) -> str:
     """Describe in which direction a size changed, and how far."""
+    if abs(after - before) <= before / 1000:
+        return "the same"
     if after > before:
         return f"{after / max(before, 1):.2f} x larger"
     return f"{before / max(after, 1):.2f} x smaller"

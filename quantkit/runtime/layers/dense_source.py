@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.source import Source, TensorInfo
+from quantkit.checkpoint.source import SeenSource, Source, TensorInfo
 from quantkit.core.mapped import View, owned
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
@@ -65,7 +65,7 @@ def tell_of_static_activations(reader: QuantizedReader) -> None:
         )
 
 
-class DenseSource:
+class DenseSource(SeenSource):
     """A source whose packed tensors are seen as the parameters that they stand for.
 
     original: the source as it is stored. reader: of its quantized modules; None for gpt-oss's experts.
@@ -73,7 +73,8 @@ class DenseSource:
     """
 
     def __init__(self, original: Source, reader: QuantizedReader | None, dtype: torch.dtype | None = None) -> None:
-        self.original, self.path, self._reader = original, original.path, reader
+        super().__init__(original)
+        self._reader = reader
         self.config: dict[str, Any] = {k: v for k, v in original.config.items() if k != "quantization_config"}
         self.dtype = named_dtype(self.config) if dtype is None else dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -131,12 +132,6 @@ class DenseSource:
             return "W4 mxfp4"
         schemes = (self._reader.scheme(name) for name in self._reader.modules)
         return ", ".join(sorted({scheme.describe() for scheme in schemes if isinstance(scheme, Scheme)}))
-
-    def kinds(self) -> list[str]:
-        return self.original.kinds()
-
-    def file_bytes(self) -> int:
-        return self.original.file_bytes()
 
     def digest(self) -> str:
         return hashlib.sha256(f"{self.original.digest()} dequantized {self.dtype}".encode()).hexdigest()

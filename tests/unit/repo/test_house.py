@@ -17,7 +17,7 @@ PACKAGE = ROOT / "quantkit"
 ORDER = {
     "convert": [
         "progress", "results", "gguf", "options", "plan", "engines", "output",
-        "job", "stages", "report", "repack", "run", "imatrix", "api",
+        "job", "stages", "report", "repack", "finish", "run", "imatrix", "api",
     ],
     "runtime": [
         "kernels", "kv_cache", "layers", "decode", "generate", "images", "requests", "model", "load", "path_words",

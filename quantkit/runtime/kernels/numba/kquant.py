@@ -19,25 +19,10 @@ from torch import Tensor
 
 from quantkit.core.blocks import KINDS, BlockKind
 from quantkit.runtime.kernels.numba.gemv import jit
+from quantkit.runtime.kernels.numba.ranges import LANES, ROUNDER, add_halves
 
-LANES = 64  # stretches at a time: of 32 weights 8 KB
 F = np.float32
-ROUNDER = F(12582912.0)  # 1.5 * 2**23: a small number added to it and taken off again is rounded to even
 ZERO, ONE, TINY = F(0.0), F(1.0), F(1e-30)
-
-
-@jit
-def _sum(values, width, out):
-    """Sum ``[width, LANES]`` over its rows, halves onto halves: ``affine.group_sum``."""
-    left = width
-    while left > 1:
-        half = (left + 1) // 2
-        for j in range(left - half):
-            for r in range(LANES):
-                values[j, r] += values[j + half, r]
-        left = half
-    for r in range(LANES):
-        out[r] = values[0, r]
 
 
 @jit
@@ -68,7 +53,7 @@ def _error(x, w, q, step, low, space, out):
         for r in range(LANES):
             lost = (x[j, r] - step[r] * q[j, r]) + low[r]
             space[j, r] = (lost * lost) * w[j, r]
-    _sum(space, len(x), out)
+    add_halves(space, len(x), out)
 
 
 @jit
@@ -77,11 +62,11 @@ def _one_scale(x, w, q, space, product, square, step):
     for j in range(len(x)):
         for r in range(LANES):
             space[j, r] = (w[j, r] * x[j, r]) * q[j, r]
-    _sum(space, len(x), product)
+    add_halves(space, len(x), product)
     for j in range(len(x)):
         for r in range(LANES):
             space[j, r] = (w[j, r] * q[j, r]) * q[j, r]
-    _sum(space, len(x), square)
+    add_halves(space, len(x), square)
     for r in range(LANES):
         step[r] = product[r] / (TINY if square[r] < TINY else square[r])
 
@@ -93,15 +78,15 @@ def _least_squares(x, w, q, space, sums, bounded, step, low):
     for j in range(len(x)):
         for r in range(LANES):
             space[j, r] = w[j, r] * q[j, r]
-    _sum(space, len(x), first)
+    add_halves(space, len(x), first)
     for j in range(len(x)):
         for r in range(LANES):
             space[j, r] = (w[j, r] * q[j, r]) * q[j, r]
-    _sum(space, len(x), second)
+    add_halves(space, len(x), second)
     for j in range(len(x)):
         for r in range(LANES):
             space[j, r] = (w[j, r] * q[j, r]) * x[j, r]
-    _sum(space, len(x), product)
+    add_halves(space, len(x), product)
     for r in range(LANES):
         divisor = total[r] * second[r] - first[r] * first[r]
         safe = TINY if divisor < TINY else divisor
@@ -164,11 +149,11 @@ def _extremes(x, w, space, sums, lowest, highest):
             lowest[r] = x[j, r] if x[j, r] < lowest[r] else lowest[r]
             highest[r] = x[j, r] if x[j, r] > highest[r] else highest[r]
             space[j, r] = w[j, r]
-    _sum(space, len(x), sums[0])
+    add_halves(space, len(x), sums[0])
     for j in range(len(x)):
         for r in range(LANES):
             space[j, r] = w[j, r] * x[j, r]
-    _sum(space, len(x), sums[1])
+    add_halves(space, len(x), sums[1])
 
 
 @jit
@@ -258,7 +243,7 @@ def _block_sums(weight, gain, steps, lows, scales, minima, has_minima, offset, t
                         parts[3, k, r] = heavy * b[r]
                         parts[4, k, r] = heavy * x[j, r]
         for part in range(len(parts)):
-            _sum(parts[part], sub * per, total)
+            add_halves(parts[part], sub * per, total)
             for r in range(count):
                 out[part, first + r] = total[r]
 

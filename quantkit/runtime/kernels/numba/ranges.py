@@ -42,7 +42,7 @@ def _stored(scale, half, smallest, kept):
 
 
 @jit
-def _sum(values, width, out):
+def add_halves(values, width, out):
     """Sum ``[width, LANES]`` over its rows, halves onto halves: ``affine.group_sum``."""
     left = width
     while left > 1:
@@ -75,7 +75,7 @@ def _error(weight, gain, scale, low, high, space, width, out):
             code = (code + ROUNDER) - ROUNDER
             delta = code * scale[r] - weight[j, r]
             space[j, r] = (delta * delta) * gain[j, r]
-    _sum(space, width, out)
+    add_halves(space, width, out)
 
 
 @jit
@@ -119,7 +119,7 @@ def _fit(weight, gain, scale, low, high, space, width, square, product, half, sm
             code = high[r] if code > high[r] else code
             code = (code + ROUNDER) - ROUNDER
             space[j, r] = (code * code) * gain[j, r]
-    _sum(space, width, square)
+    add_halves(space, width, square)
     for j in range(width):
         for r in range(LANES):
             code = weight[j, r] / scale[r]
@@ -127,7 +127,7 @@ def _fit(weight, gain, scale, low, high, space, width, square, product, half, sm
             code = high[r] if code > high[r] else code
             code = (code + ROUNDER) - ROUNDER
             space[j, r] = (code * weight[j, r]) * gain[j, r]
-    _sum(space, width, product)
+    add_halves(space, width, product)
     for r in range(LANES):
         divisor = SMALLEST_SUM if square[r] < SMALLEST_SUM else square[r]
         value = product[r] / divisor
@@ -153,7 +153,7 @@ def _half_quadratic(weight, share, scale, top, beta, iterations, space, width, z
                 size = ZERO if size < ZERO else size
                 outlier = -size if left < ZERO else size
                 space[j, r] = ((code + outlier) - place) * share[j, r]
-        _sum(space, width, zero)
+        add_halves(space, width, zero)
     for r in range(LANES):
         place = (zero[r] + ROUNDER) - ROUNDER
         place = ZERO if place < ZERO else place
@@ -210,7 +210,7 @@ def _search(
                 for j in range(width):
                     for r in range(LANES):
                         space[j, r] = gains[j, r]
-                _sum(space, width, total)
+                add_halves(space, width, total)
                 for j in range(width):
                     for r in range(LANES):
                         share[j, r] = gains[j, r] / (SMALLEST_SUM if total[r] < SMALLEST_SUM else total[r])
