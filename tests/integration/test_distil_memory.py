@@ -11,7 +11,7 @@ from architectures import tiny_model
 from memory_peak import least_of_three, own_bytes, peak_taken
 
 import quantkit
-from quantkit.convert import run
+from quantkit.convert import finish, run
 from quantkit.convert.stages import distil as distil_pass
 from quantkit.core.host import release_free_memory
 
@@ -56,7 +56,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, phase: str) ->
 def test_the_plan_foretells_what_distilling_takes_with_and_without_a_quantized_head(
     rules: tuple[str, ...], wide: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shares = watch(monkeypatch, run, "_distil", "distil")
+    shares = watch(monkeypatch, finish, "_distil", "distil")
 
     def share() -> float:
         quantkit.convert(
