@@ -245,7 +245,8 @@ class Model:
             quick: Tensor | None = self.fast_step(ids, paged)
             if quick is not None:
                 return quick
-        with threads.without_openmp() if self._compiled else nullcontext():
+        width = int(self.module.get_input_embeddings().embedding_dim) + paged.length + ids.shape[1]
+        with threads.without_openmp(ids.numel() * width) if self._compiled else nullcontext():
             return definition_step(self.module, ids, cache, counts)
 
     @cached_property

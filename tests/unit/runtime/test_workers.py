@@ -174,3 +174,23 @@ def test_a_numba_that_does_not_import_is_said_and_left_alone(monkeypatch: pytest
             assert not threads.available()
     finally:
         threads.available.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("policy", "numbers", "inside"),
+    [("PASSIVE", threads.FEW_NUMBERS, 1), ("PASSIVE", threads.FEW_NUMBERS + 1, 2), ("", threads.FEW_NUMBERS + 1, 1)],
+    ids=["asleep, small", "asleep, large", "spinning"],
+)
+def test_torch_wakes_no_thread_for_small_operations_nor_one_that_spins(
+    policy: str, numbers: int, inside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with threads.without_openmp(numbers):
+            assert torch.get_num_threads() == inside
+            assert threads.threads() == 2  # our own
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -33,6 +33,7 @@ PATIENCE = 20_000  # empty looks before a worker sleeps: about a millisecond
 _pool: WorkerPool | None = None
 _held, _readers = 0, 0  # torch's threads while it has but one, and for how many users (``one_thread_each``)
 FEW_CORES = 4  # up to which our threads and OpenMP's get into each other's way
+FEW_NUMBERS = 1 << 17  # of an operation: waking a second thread costs more than it brings (docs/cpu.md)
 _guard = threading.Lock()
 _crew = Crew()  # of the model that decoded last
 
@@ -204,15 +205,17 @@ def beside_step() -> int:
 
 
 @contextmanager
-def without_openmp() -> Iterator[None]:
+def without_openmp(numbers: int) -> Iterator[None]:
     """Let torch's own operations run in one thread inside, where OpenMP's threads would spin on our threads' cores.
 
-    They sleep if OMP_WAIT_POLICY said so when torch was imported, which ``import quantkit`` sees to if it comes first.
-    With many cores there is room for both. torch's number of threads is the process's: of prompts that are read at the
-    same time, the last one sets it back.
+    They sleep if OMP_WAIT_POLICY said so when torch was imported, which ``import quantkit`` sees to if it comes first;
+    then this is only for operations that are too small to wake one. With many cores there is room for both. torch's
+    number of threads is the process's: of prompts that are read at the same time, the last one sets it back.
+
+    numbers: that an operation has, about.
     """
-    passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-    if passive or not 1 < (_held or torch.get_num_threads()) <= FEW_CORES:
+    asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+    if (asleep and numbers > FEW_NUMBERS) or not 1 < (_held or torch.get_num_threads()) <= FEW_CORES:
         yield
         return
     with one_thread_each():
