@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from quantkit.convert.engines.devices import no_vllm_cpu, no_vllm_gpu
 from quantkit.convert.engines.rules import Checkpoint, EngineRule, first
 from quantkit.convert.options.rules import split_fused
 
 CT, GPTQ, AWQ, NATIVE, BITSANDBYTES = "compressed-tensors", "gptq", "awq", "native", "bitsandbytes"
-MARLIN_GROUPS = (None, 32, 64, 128)
 HUMMING = "humming-kernels 0.1.19"  # vllm-0.33.0's METADATA: Requires-Dist: humming-kernels[cu13]==0.1.19
 
 
@@ -58,14 +58,9 @@ def odd_groups(*allowed: int | None) -> EngineRule:
 
 
 def vllm_groups(c: Checkpoint) -> str | None:
-    """Object to group sizes other than Marlin's; the Triton kernel, 4 bits only, knows 256 too."""
-    known = {4: (*MARLIN_GROUPS, 256)}
-    weight = first(c, lambda w: w.scheme.group_size not in known.get(w.scheme.bits, MARLIN_GROUPS))
-    return (
-        None
-        if weight is None
-        else f"{weight.name} has {weight.scheme.describe()}; its kernels know groups of 32, 64, 128 and per channel."
-    )
+    """Object to group sizes that vLLM has a kernel for on no device."""
+    reason = no_vllm_gpu(c)
+    return None if reason is None or no_vllm_cpu(c) is None else f"{reason}."
 
 
 def asymmetric_eight(c: Checkpoint) -> str | None:

@@ -2,21 +2,24 @@
 
 vLLM 0.33.0, ``vllm/model_executor/kernels/linear/__init__.py``: ``_POSSIBLE_KERNELS[PlatformEnum.CPU]`` are kernels
 for 4 bits, ``_POSSIBLE_INT8_KERNELS[PlatformEnum.CPU]`` one for W8A8. Its 0.32 for CPUs was run: compressed-tensors W4
-with and without zero points and W8A8, gptq W4 sym and awq W4 give quantkit's log-probabilities; 8 bits for weights only
-end in "Failed to find a kernel".
+with and without zero points and W8A8, gptq W4 sym and awq W4 give quantkit's log-probabilities, groups of 16 too, which
+no kernel for a GPU takes; 8 bits for weights only end in "Failed to find a kernel".
 """
 
 from __future__ import annotations
 
 from quantkit.convert.engines.rules import Checkpoint, first, fused_rows
 
+MARLIN_GROUPS = (None, 32, 64, 128)
 CPU_TILE = 32  # mixed_precision/cpu.py, can_implement: inputs and outputs are multiples of it
 
 
 def on_nvidia_or_cpu(c: Checkpoint) -> tuple[str, ...]:
-    """Return where vLLM loads a checkpoint of integers: its CPU kernels take less than those for a GPU."""
-    reason = no_vllm_cpu(c)
-    return ("on an NVIDIA GPU or a CPU",) if reason is None else ("on an NVIDIA GPU", f"on a CPU no: {reason}")
+    """Return where vLLM loads a checkpoint of integers: kernels for a GPU take some, those for a CPU others."""
+    gpu, cpu = no_vllm_gpu(c), no_vllm_cpu(c)
+    if gpu is not None:
+        return ("on a CPU", f"on an NVIDIA GPU no: {gpu}")
+    return ("on an NVIDIA GPU or a CPU",) if cpu is None else ("on an NVIDIA GPU", f"on a CPU no: {cpu}")
 
 
 def on_any(c: Checkpoint) -> tuple[str, ...]:
@@ -35,6 +38,20 @@ def by_gptqmodel(c: Checkpoint) -> tuple[str, ...]:
 def not_run_on_cpu(c: Checkpoint) -> tuple[str, ...]:
     """Return where an engine runs whose CPU kernels for these numbers depend on the processor, and were not run."""
     return ("on an NVIDIA GPU", "on a CPU not tried")
+
+
+def no_vllm_gpu(c: Checkpoint) -> str | None:
+    """Return why vLLM's kernels for a GPU do not take a compressed-tensors checkpoint's group sizes, None if they do.
+
+    Marlin's, and 256 by the Triton kernel for 4 bits.
+    """
+    if c.format != "compressed-tensors":
+        return None  # gptq and awq have rules of their own
+    known = {4: (*MARLIN_GROUPS, 256)}
+    weight = first(c, lambda w: w.scheme.group_size not in known.get(w.scheme.bits, MARLIN_GROUPS))
+    if weight is None:
+        return None
+    return f"{weight.name} has {weight.scheme.describe()}; its kernels know groups of 32, 64, 128 and per channel"
 
 
 def no_vllm_cpu(c: Checkpoint) -> str | None:

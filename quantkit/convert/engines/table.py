@@ -13,7 +13,6 @@ from quantkit.convert.engines.conditions import (
     BITSANDBYTES,
     CT,
     GPTQ,
-    MARLIN_GROUPS,
     NATIVE,
     asymmetric,
     asymmetric_eight,
@@ -32,6 +31,7 @@ from quantkit.convert.engines.conditions import (
     unnamed_embedding,
     vllm_groups,
 )
+from quantkit.convert.engines.devices import MARLIN_GROUPS
 from quantkit.convert.engines.experts import marlin_experts, transformers_experts, transformers_layers
 from quantkit.convert.engines.notes import bfloat16_scales, float_activations, humming, int8_units, rounds_slowly
 from quantkit.convert.engines.rules import Engine, EngineRule, Splits, heads, whole_groups

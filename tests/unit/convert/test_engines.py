@@ -234,6 +234,8 @@ W8, INT8 = Scheme(8, 128, True), Scheme(8, None, True, activations="int8")
         (checkpoint(W4A, "awq"), ("on an NVIDIA GPU or a CPU",)),
         (checkpoint(W8), ("on an NVIDIA GPU", "on a CPU no: 4 bits only, or int8 with int8 activations")),
         (checkpoint(W8, "gptq"), ("on an NVIDIA GPU", "on a CPU no: 4 bits only, or int8 with int8 activations")),
+        (checkpoint(Scheme(4, 16, True)), ("on a CPU", "on an NVIDIA GPU no: ")),
+        (checkpoint(Scheme(8, 16, True)), ()),
         (checkpoint(W4, down_proj=INT8), ("on an NVIDIA GPU or a CPU",)),
         (
             dataclasses.replace(checkpoint(W4, embedding=W4), family="qwen3"),
