@@ -21,7 +21,10 @@ import judge  # noqa: E402
 ROOT = HERE.parent.parent
 RESULTS, PAGE = ROOT / "eval" / "results" / "readers.json", ROOT / "docs" / "formats" / "readers.md"
 MARK = "made by eval/readers/table.py"
-FORMATS = {"": "original", "compressed-tensors": "compressed-tensors", "gptq": "gptq", "awq": "awq", "gguf": "gguf"}
+FORMATS = {
+    "": "original", "compressed-tensors": "compressed-tensors", "gptq": "gptq", "awq": "awq", "gguf": "gguf",
+    "bitsandbytes": "bitsandbytes",
+}  # fmt: skip
 WORDS = {judge.WRONG: "**wrong numbers**", judge.REFUSED: "refused", judge.UNTESTABLE: "no kernel here"}
 
 
