@@ -69,7 +69,10 @@ def scale_dtype_name(dtype: torch.dtype) -> str:
     """Return ``float16`` or ``bfloat16``. Raises CheckpointError for any other dtype of stored scales."""
     name = SCALE_NAMES.get(dtype)
     if name is None:
-        raise CheckpointError(f"scales stored as {dtype}; float16 and bfloat16 are read.")
+        words = str(dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"scales stored as {words}; float16 and bfloat16 are read. Quantize the model again in its 16-bit dtype."
+        )
     return name
 
 
