@@ -163,7 +163,8 @@ def _by_another(case: Case, source: Path, path: Path) -> Path:
 def unlike_theirs(path: Path) -> float | None:
     """The largest difference of our weights of a tool's folder from its own, relative to its largest of that matrix.
 
-    None where the tool's own were not kept.
+    Own weights that are numbers of bfloat16 are what the tool rounded to it: ours are rounded alike. None where the
+    tool's own were not kept.
     """
     if path.name != "saved":
         return None
@@ -171,7 +172,9 @@ def unlike_theirs(path: Path) -> float | None:
     for name in reader.modules:
         ours: Any = reader.module(name)
         own = theirs[f"{name}.weight"]
-        worst = max(worst, float((ours.dequantize().float() - own).abs().max() / own.abs().max()))
+        rounded = torch.equal(own.bfloat16().float(), own.float())
+        made = ours.dequantize().to(torch.bfloat16 if rounded else torch.float32).float()
+        worst = max(worst, float((made - own).abs().max() / own.abs().max()))
     return worst
 
 

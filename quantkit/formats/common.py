@@ -76,6 +76,11 @@ def scale_dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+def signed_scales(config: Mapping[str, Any] | None) -> bool:
+    """Return whether a quantization config is AutoRound's, which stores negative scales (``formats/gptq.py``)."""
+    return config is not None and (config.get("provider") == "auto-round" or "autoround_version" in config)
+
+
 def whole_number(config: Mapping[str, Any], name: str) -> int:
     """Return an entry of a quantization config that has to be a whole number.
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.core import affine
 from quantkit.core.packing import PackedCodes, pack_rows, packed_width, unpack_rows
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
@@ -33,6 +34,7 @@ from quantkit.formats.common import (
     dividing_group_size,
     ragged,
     scale_dtype_name,
+    signed_scales,
     weights_only,
     whole_number,
     zeros_that_fit,
@@ -164,7 +166,7 @@ class GPTQ:
 
     @staticmethod
     def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
-        """Read a module's scheme.
+        """Read a module's scheme: asymmetric where scales may be negative (``_turned``), whatever the config says.
 
         Raises CheckpointError for a module that the config calls dense, and for bits that are not read.
         """
@@ -176,7 +178,8 @@ class GPTQ:
         if bits not in BITS:
             raise CheckpointError(f"{bits} bits: gptq is read with 2, 3, 4 or 8 bits.")
         size = whole_number(wanted, "group_size")
-        return Scheme(bits, None if size == -1 else size, _symmetric(wanted), scale_dtype_name(infos["scales"].dtype))
+        symmetric = _symmetric(wanted) and not signed_scales(config)
+        return Scheme(bits, None if size == -1 else size, symmetric, scale_dtype_name(infos["scales"].dtype))
 
     @staticmethod
     def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
@@ -231,10 +234,26 @@ def _decode(parts: Mapping[str, Tensor], scheme: Scheme, *, v1: bool) -> QuantTe
     if index is not None and not torch.equal(index, _trivial_index(in_features, scheme.width(in_features))):
         return _act_order(codes.unpack(), scales, zeros, index, scheme)
     if not scheme.symmetric:
-        return QuantTensor(codes, scales.t().contiguous(), zeros, scheme)
+        return _turned(codes, scales.t().contiguous(), zeros, scheme)
     if not bool((zeros == scheme.midpoint).all()):
         raise CheckpointError("the config says symmetric, but other zero points are stored.")
     return QuantTensor(codes, scales.t().contiguous(), None, scheme)
+
+
+def _turned(codes: PackedCodes, scales: Tensor, zeros: Tensor, scheme: Scheme) -> QuantTensor:
+    """Turn groups of negative scale round, with ``s (c - z) = |s| ((L - c) - (L - z))``.
+
+    AutoRound stores such scales with ``sym``: code 0 is one step more than the largest code, on the side of the group's
+    largest magnitude (auto-round 0.16, data_type/int.py, quant_tensor_sym). scales, zeros: ``[out, groups]``. L: the
+    largest code.
+    """
+    negative, largest = scales < 0, scheme.levels - 1
+    if not bool(negative.any()):
+        return QuantTensor(codes, scales, zeros, scheme)
+    plain = codes.unpack()
+    turned = torch.where(negative[:, affine.group_index(codes.cols, scheme)], largest - plain, plain)
+    zeros = torch.where(negative, largest - zeros, zeros)
+    return QuantTensor(turned, scales.abs(), zeros, scheme)
 
 
 def _zeros(fields: Tensor, scheme: Scheme, v1: bool) -> Tensor:

@@ -16,6 +16,7 @@ from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RequestError
 from quantkit.formats import labelled, reader_format
+from quantkit.formats.common import signed_scales
 from quantkit.formats.interface import Reader, TensorHeader
 from quantkit.formats.stored_parts import check_layouts, check_values
 
@@ -133,7 +134,7 @@ class QuantizedReader:
         parts = {part: source.view(full).value if view else source.read(full) for part, full in stored.items()}
         with _damaged(f"{self.source.path}: {name}"):
             check_layouts(parts)
-            check_values(parts)
+            check_values(parts, signed=self.format == "gptq" and signed_scales(self.config))
             return self._format.read_module(name, parts, self.config)
 
     def plain_names(self) -> list[str]:

@@ -56,10 +56,11 @@ def check_layouts(infos: Mapping[str, TensorHeader]) -> None:
             raise CheckpointError(f"{name} has shape {shape}; expected 2 dimensions. Download it again.")
 
 
-def check_values(parts: Mapping[str, Tensor]) -> None:
+def check_values(parts: Mapping[str, Tensor], *, signed: bool = False) -> None:
     """Check the scales of one module, and every other number that is no code.
 
     parts: tensors by local name.
+    signed: scales may be negative, see ``formats.common.signed_scales``.
 
     Raises CheckpointError, naming the tensor, for numbers that are not finite, and for scales that no writer stores.
     """
@@ -79,7 +80,8 @@ def check_values(parts: Mapping[str, Tensor]) -> None:
                 f"{name} holds {max(lowest, highest, key=abs):.4g}, more than any scale ({most:g}): its"
                 " weights would be absurd. Download it again."
             )
-        if name in POSITIVE and tensor.dtype != torch.float8_e4m3fn and lowest < SMALLEST_SCALE:
+        least = float(tensor.float().abs().min()) if signed else lowest
+        if name in POSITIVE and tensor.dtype != torch.float8_e4m3fn and least < SMALLEST_SCALE:
             raise CheckpointError(f"{name} holds {lowest:.4g}; scales are positive numbers. Download it again.")
         if (name in NOT_NEGATIVE or name.endswith("absmax")) and lowest < 0:
             raise CheckpointError(f"{name} holds {lowest:.4g}, which is no largest magnitude. Download it again.")

@@ -52,6 +52,24 @@ def test_auto_rounds_gptq_packing_is_read_with_the_settings_of_single_modules(tm
         assert q.equal(quantized(scheme))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("label", [{"provider": "auto-round"}, {"autoround_version": "0.16.1"}], ids=["gptq", "own"])
+def test_auto_rounds_negative_scales_are_read_to_the_same_weights(
+    label: dict[str, str], bits: int, tmp_path: Path
+) -> None:
+    """With ``sym`` it gives a group whose largest magnitude is positive a negative scale."""
+    scheme = Scheme(bits, 32)
+    tensors, q = named("a", "gptq", scheme), quantized(scheme)
+    turned = torch.arange(2 * 32).reshape(32, 2) % 3 == 0  # [out, groups]
+    tensors["a.scales"] = torch.where(turned.T, -tensors["a.scales"], tensors["a.scales"])
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": True}
+    read = reader(tmp_path, tensors, {**config, **label}).module("a")
+    wanted = q.dequantize() * torch.where(turned, -1.0, 1.0).repeat_interleave(32, dim=1)
+    assert torch.equal(read.dequantize(), wanted)
+    with pytest.raises(CheckpointError, match="scales are positive numbers"):
+        reader(tmp_path, tensors, config).module("a")
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_auto_rounds_awq_packing_is_read(symmetric: bool, tmp_path: Path) -> None:
     scheme = Scheme(4, 32, symmetric)

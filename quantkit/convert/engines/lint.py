@@ -12,15 +12,17 @@ from quantkit.checkpoint.gguf_files.architectures import ARCHITECTURES
 from quantkit.checkpoint.gguf_files.out_names import FAMILIES
 from quantkit.checkpoint.source import Source
 from quantkit.convert.engines import commands, devices
-from quantkit.convert.engines.conditions import BITSANDBYTES
+from quantkit.convert.engines.conditions import BITSANDBYTES, GPTQ
 from quantkit.convert.engines.float_schemes import has_floats, judge_floats
 from quantkit.convert.engines.notes import bfloat16_scales
 from quantkit.convert.engines.rules import Checkpoint, judge
 from quantkit.convert.engines.table import ENGINES, FLOAT_SPLITS
 from quantkit.convert.engines.verdict import Verdict
 from quantkit.convert.plan.targets import Target
+from quantkit.core.scheme import Scheme
 from quantkit.formats import WRITABLE
 from quantkit.formats.bitsandbytes import scheme_of
+from quantkit.formats.common import signed_scales
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.attention_shape import kv_heads, query_heads
 from quantkit.model.language import name_of, output_embeddings, text_config
@@ -61,6 +63,16 @@ def casts_scales(form: str, targets: Mapping[str, Target], config: Any, stored: 
     return bfloat16_scales(_checkpoint(form, list(targets.values()), config, stored)) is not None
 
 
+def _as_engines_see_it(reader: QuantizedReader, name: str) -> Scheme | None:
+    """Return a module's scheme as the config tells it to engines; None for packings that have no rules."""
+    scheme = reader.scheme(name)
+    if isinstance(scheme, str):
+        return scheme_of(scheme, reader.modules[name]) if reader.format == BITSANDBYTES else None
+    if reader.format == GPTQ and signed_scales(reader.config):  # their kernels multiply by negative scales, too
+        return replace(scheme, symmetric=bool((reader.config or {}).get("sym", True)))
+    return scheme
+
+
 def lint_folder(source: Source, shown: str | None = None) -> list[Verdict]:
     """Tell which engines load a quantized folder, from its headers and config.
 
@@ -80,12 +92,9 @@ def lint_folder(source: Source, shown: str | None = None) -> list[Verdict]:
     embed, head = model.get_input_embeddings(), output_embeddings(model)
     weights, module_names = [], find_modules(model, reader, str(source.path))
     for name, place in module_names.items():
-        scheme = reader.scheme(name)
-        if isinstance(scheme, str):
-            named = scheme_of(scheme, reader.modules[name]) if reader.format == BITSANDBYTES else None
-            if named is None:
-                return []
-            scheme = named
+        scheme = _as_engines_see_it(reader, name)
+        if scheme is None:
+            return []
         module: Any = model.get_submodule(place)
         kind = "linear"
         if isinstance(module, nn.Embedding) and module is embed:
