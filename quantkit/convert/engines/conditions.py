@@ -63,6 +63,20 @@ def vllm_groups(c: Checkpoint) -> str | None:
     return None if reason is None or no_vllm_cpu(c) is None else f"{reason}."
 
 
+def packed_zero_points(c: Checkpoint) -> str | None:
+    """Object to zero points that transformers would have to unpack while it runs.
+
+    transformers 5.24 with compressed-tensors 0.20 was run: it makes unpacked ones, which the stored ones do not fit.
+    """
+    weight = None if c.dequantized else first(c, lambda w: w.kind == "linear" and not w.scheme.symmetric)
+    if weight is None:
+        return None
+    return (
+        f"{weight.name} has zero points, which it reads only where it dequantizes: add '\"dequantize\": true' to"
+        " quantization_config in config.json."
+    )
+
+
 def asymmetric_eight(c: Checkpoint) -> str | None:
     """Object to asymmetric weights of 8 bits."""
     weight = first(c, lambda w: w.scheme.bits == 8 and not w.scheme.symmetric)

@@ -108,8 +108,11 @@ def lint_folder(source: Source, shown: str | None = None) -> list[Verdict]:
         out_features, in_features = module.weight.shape
         weights.append(Target(name, f"{name}.weight", out_features, in_features, scheme, kind))
     checkpoint = _checkpoint(str(reader.format), weights, model.config, source.config)
-    fp8_cache = bool((source.quantization() or {}).get("kv_cache_scheme"))
-    return lint(replace(checkpoint, folder=shown or str(source.path), fp8_cache=fp8_cache))
+    said = source.quantization() or {}
+    fp8_cache = bool(said.get("kv_cache_scheme"))
+    dequantized = bool(said.get("dequantize")) or said.get("run_compressed") is False
+    folder = shown or str(source.path)
+    return lint(replace(checkpoint, folder=folder, fp8_cache=fp8_cache, dequantized=dequantized))
 
 
 def _checkpoint(form: str, weights: list[Target], config: Any, stored: Mapping[str, Any]) -> Checkpoint:

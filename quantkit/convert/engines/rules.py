@@ -40,6 +40,7 @@ class Checkpoint:
     folder: where it lies, as commands name it; OUT where that is not known yet.
     fp8_cache: it holds scales of an fp8 KV cache that other engines read.
     auto_class: the class of transformers that loads it.
+    dequantized: its config asks transformers to dequantize it, as ours does where that is needed.
     """
 
     format: str
@@ -52,6 +53,7 @@ class Checkpoint:
     folder: str = "OUT"
     fp8_cache: bool = False
     auto_class: str = "AutoModelForCausalLM"
+    dequantized: bool = True
 
     @property
     def linears(self) -> list[Target]:

@@ -23,6 +23,7 @@ from quantkit.convert.engines.conditions import (
     kinds,
     odd_bits,
     odd_groups,
+    packed_zero_points,
     per_channel,
     ragged,
     several_schemes,
@@ -129,6 +130,7 @@ TRANSFORMERS = Engine(
     "transformers/quantizers/auto.py:221",
     (
         EngineRule((CT,), "transformers/integrations/compressed_tensors.py:45", transformers_mixed),
+        EngineRule((CT,), "transformers/quantizers/quantizer_compressed_tensors.py (run)", packed_zero_points),
         at("transformers/utils/quantization_config.py:742", odd_bits(2, 3, 4, 8), GPTQ),
         EngineRule((GPTQ,), "transformers/quantizers/quantizer_gptq.py:56 (optimum; run)", several_schemes),
         at("transformers/quantizers/quantizer_awq.py:67", odd_bits(4), AWQ),

@@ -296,3 +296,12 @@ def test_layers_that_no_engine_was_read_for_are_not_promised(name: str) -> None:
     assert loads(dataclasses.replace(given, weights=[*given.weights, more])) == {"quantkit"}
     native = dataclasses.replace(checkpoint(W4, "native"), weights=[*given.weights, more])
     assert loads(native) == ({"quantkit"} if "c_attn" in name else {"quantkit", "transformers"})
+
+
+def test_transformers_needs_to_be_asked_to_dequantize_zero_points() -> None:
+    """llm-compressor's own folders do not ask; ours do."""
+    for scheme, loads in ((W4A, False), (W4, True)):
+        found = verdicts(dataclasses.replace(checkpoint(scheme), dequantized=False))["transformers"]
+        assert found.loads is loads
+        assert verdicts(checkpoint(scheme))["transformers"].loads
+    assert "dequantize" in verdicts(dataclasses.replace(checkpoint(W4A), dequantized=False))["transformers"].reason
