@@ -33,9 +33,8 @@ V16I8, V16I16, V8I16, V8I32, V16I32 = (
 )  # fmt: skip
 V4F32, V8F32, V8F16 = ir.VectorType(F32, 4), ir.VectorType(F32, 8), ir.VectorType(F16, 8)
 V16F32 = ir.VectorType(F32, 16)
-CACHE_LINE = 64
-# Bytes by which codes are asked for before they are read: a page, where a processor's own prefetching stops.
-AHEAD = 4096
+# Bytes. Codes are asked for a page before they are read: there a processor's own prefetching stops.
+CACHE_LINE, AHEAD = 64, 4096
 int64, int32, float32 = types.int64, types.int32, types.float32
 
 
