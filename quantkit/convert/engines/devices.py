@@ -11,6 +11,7 @@ from __future__ import annotations
 from quantkit.convert.engines.rules import Checkpoint, first, fused_rows
 
 MARLIN_GROUPS = (None, 32, 64, 128)
+BITSANDBYTES_ROWS = 32  # functional.py, _convert_weight_packed_for_cpu: block_n
 CPU_TILE = 32  # mixed_precision/cpu.py, can_implement: inputs and outputs are multiples of it
 
 
@@ -38,6 +39,22 @@ def by_gptqmodel(c: Checkpoint) -> tuple[str, ...]:
 def not_run_on_cpu(c: Checkpoint) -> tuple[str, ...]:
     """Return where an engine runs whose CPU kernels for these numbers depend on the processor, and were not run."""
     return ("on an NVIDIA GPU", "on a CPU not tried")
+
+
+def by_bitsandbytes(c: Checkpoint) -> tuple[str, ...]:
+    """Return where bitsandbytes computes a checkpoint rightly, empty where it does on every device that was run.
+
+    0.50 was run on Zen 4: where the processor has AVX512, its 4-bit kernel begins a block with every row, though the
+    blocks run across the ends of rows, and with AVX512-BF16 it asks for outputs that 32 divides.
+    """
+    block = 64  # formats/bitsandbytes_library.py
+    weight = first(
+        c, lambda w: w.scheme.bits == 4 and bool(w.in_features % block or w.out_features % BITSANDBYTES_ROWS)
+    )
+    if c.format != "bitsandbytes" or weight is None:
+        return ()
+    size = f"{weight.name} has {weight.out_features} outputs and {weight.in_features} inputs"
+    return ("on a GPU", f"on a CPU with AVX512 no: {size}, no multiples of {BITSANDBYTES_ROWS} and {block}")
 
 
 def no_vllm_gpu(c: Checkpoint) -> str | None:

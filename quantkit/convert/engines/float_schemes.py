@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quantkit.convert.engines.devices import not_run_on_cpu
+from quantkit.convert.engines.devices import by_bitsandbytes, not_run_on_cpu
 from quantkit.convert.engines.rules import Checkpoint, Engine, Splits, has_experts, largest_split, loading
 from quantkit.convert.engines.verdict import Verdict
 from quantkit.core.scheme import OF_BITSANDBYTES, Scheme
@@ -93,4 +93,5 @@ def judge_floats(engine: Engine, checkpoint: Checkpoint, splits: Splits) -> Verd
     largest, reason, reader = largest_split(splits if engine.splits and not block else (), checkpoint)
     verdict = Verdict(engine.name, engine.version, True, largest, reason, reader or found.reader, found.notes)
     verdict = loading(engine, checkpoint, verdict)
-    return replace(verdict, devices=not_run_on_cpu(checkpoint)) if engine.name == "vLLM" else verdict
+    where = {"vLLM": not_run_on_cpu, "transformers": by_bitsandbytes}.get(engine.name)
+    return verdict if where is None else replace(verdict, devices=where(checkpoint))
