@@ -1,4 +1,4 @@
-"""Share what formats without short groups need: the group size they use, and the zero points that fit their fields."""
+"""Share what several formats need: group sizes that divide, zero points that fit, weights that no Scheme expresses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.core.qtensor import QuantTensor
+from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.interface import Refusal
@@ -79,6 +79,36 @@ def scale_dtype_name(dtype: torch.dtype) -> str:
 def signed_scales(config: Mapping[str, Any] | None) -> bool:
     """Return whether a quantization config is AutoRound's, which stores negative scales (``formats/gptq.py``)."""
     return config is not None and (config.get("provider") == "auto-round" or "autoround_version" in config)
+
+
+def indexed(
+    kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, index: torch.Tensor, bits: int
+) -> BlockTensor:
+    """Make a weight whose inputs name their groups, or whose scales have 32 bits: what no QuantTensor expresses.
+
+    kind: what error messages call it. codes: uint8 ``[out, in]``. scales: ``[out, groups]``, any floating-point dtype.
+    zeros: int16 ``[out, groups]``, None where every one is ``2**(bits-1)``. index: the group of each input, ``[in]``.
+
+    Raises CheckpointError for an index that does not fit.
+    """
+    groups = scales.shape[1]
+    if index.numel() != codes.shape[1] or int(index.min()) < 0 or int(index.max()) >= groups:
+        raise CheckpointError(
+            f"g_idx names groups {int(index.min())} to {int(index.max())} for {index.numel()} inputs; {groups} groups"
+            f" and {codes.shape[1]} inputs are stored"
+        )
+    stored = codes.numel() * bits + 8 * scales.nbytes + 32 * index.numel()
+    stored += 0 if zeros is None else zeros.numel() * bits
+    if zeros is None:
+        zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int16)
+    raw = {"codes": codes, "scales": scales, "zeros": zeros, "g_idx": index.to(torch.int64)}
+    return BlockTensor(kind, raw, (codes.shape[0], codes.shape[1]), stored, _decode_indexed)
+
+
+def _decode_indexed(raw: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Compute ``(code - zero[g_idx]) * scale[g_idx]`` in float32 ``[out, in]``."""
+    index = raw["g_idx"]
+    return (raw["codes"].float() - raw["zeros"].float()[:, index]) * raw["scales"].float()[:, index]
 
 
 def whole_number(config: Mapping[str, Any], name: str) -> int:

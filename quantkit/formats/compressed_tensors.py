@@ -37,18 +37,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.core import affine
 from quantkit.core.packing import PackedCodes, pack_rows, packed_width, unpack_rows
-from quantkit.core.qtensor import QuantTensor
+from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.formats.common import dividing_group_size, match_pattern, ragged, scale_dtype_name, zeros_that_fit
+from quantkit.formats.common import (
+    dividing_group_size,
+    indexed,
+    match_pattern,
+    ragged,
+    scale_dtype_name,
+    zeros_that_fit,
+)
 from quantkit.formats.floats import compressed as floats
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 from quantkit.formats.stored_parts import require_shape
 
 LOCAL = ("weight_packed", "weight_scale", "weight_shape")
 PLAIN = ("weight", "weight_scale")
-ZERO = "weight_zero_point"
+ZERO, INDEX = "weight_zero_point", "weight_g_idx"
 FP8_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 PACKED, INT, MIXED, NAIVE = "pack-quantized", "int-quantized", "mixed-precision", "naive-quantized"
 
@@ -185,36 +193,36 @@ class CompressedTensors:
         for name in names:
             if name.endswith(".weight_packed"):
                 module = name.removesuffix(".weight_packed")
-                if f"{module}.weight_g_idx" in stored:
-                    raise CheckpointError(
-                        f"{module}: weight_g_idx (actorder 'group') is not read; groups must be contiguous."
-                    )
                 whole = f"{module}.weight_shape" in stored or not forms & set(floats.FORMS.values())
                 packed = LOCAL if whole else floats.part_names(module, stored)
-                parts[module] = packed + ((ZERO,) if f"{module}.{ZERO}" in stored else ())
+                parts[module] = packed + tuple(part for part in (ZERO, INDEX) if f"{module}.{part}" in stored)
             elif name.endswith(".weight_scale") and f"{name.removesuffix('_scale')}" in stored:
                 module = name.removesuffix(".weight_scale")
                 pointed = floats.FORMS["fp8"] in forms or NAIVE in forms
                 static = f"{module}.{floats.INPUT}" in stored
-                unread = [ZERO, "input_zero_point"] if pointed else [ZERO, floats.INPUT, "input_zero_point"]
+                unread = [ZERO, INDEX, "input_zero_point", *([] if pointed else [floats.INPUT])]
                 beside = (f"{module}.{part}" for part in unread)
                 other = next((part for part in beside if part in stored), None)
                 if other is not None:
-                    raise CheckpointError(f"{other}: zero points and static activations of '{INT}' are not read.")
+                    raise CheckpointError(f"{other}: zero points, indices and static inputs of '{INT}' are not read.")
                 parts[module] = (*PLAIN, *((floats.INPUT,) if static else ()))
         return parts
 
     @staticmethod
-    def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
-        return _scheme_of(module, infos, config)
+    def scheme(module: str, infos: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme | str:
+        scheme, kind = _scheme_of(module, infos, config)
+        return kind or scheme
 
     @staticmethod
     def shape(infos: Mapping[str, TensorHeader], bits: int) -> tuple[int, int] | None:
         return None if "weight_shape" in infos else floats.shape(infos)
 
     @staticmethod
-    def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor:
-        return CompressedTensors.decode(parts, _scheme_of(module, parts, config))
+    def read_module(module: str, parts: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantTensor | BlockTensor:
+        scheme, kind = _scheme_of(module, parts, config)
+        if kind is None:
+            return CompressedTensors.decode(parts, scheme)
+        return _decode_indexed(kind, parts, scheme)
 
 
 def _dense_in_transformers(layout: CheckpointLayout) -> bool:
@@ -263,6 +271,27 @@ def _decode_plain(parts: Mapping[str, Tensor], scheme: Scheme) -> QuantTensor:
     return QuantTensor(codes.to(torch.uint8), scales, None, scheme)
 
 
+def _decode_indexed(kind: str, parts: Mapping[str, Tensor], scheme: Scheme) -> BlockTensor:
+    """Decode act-order groups (``actorder: group``), or scales of 32 bits (llm-compressor 0.14 on a float32 model).
+
+    compressed-tensors 0.12 (quantization/lifecycle/forward.py, _process_quantization) sorts the inputs by their groups
+    and takes ``group_size`` of them for each, which is what the index says only where every group has that many; with a
+    -1 in it, groups are contiguous. 0.20 no longer knows such files.
+    """
+    out_features, in_features = (int(n) for n in parts["weight_shape"])
+    wanted = out_features, scheme.groups(in_features)
+    require_shape("weight_scale", parts["weight_scale"], wanted, f"{scheme.describe()} over {[*wanted]}")
+    plain = {**parts, "weight_scale": torch.ones(wanted, dtype=torch.float16)}
+    q = CompressedTensors.decode(plain, scheme)
+    index = parts.get(INDEX)
+    if index is None or bool((index == -1).any()):
+        index = affine.group_index(in_features, scheme)
+    elif sorted(index.tolist()) != affine.group_index(in_features, scheme).tolist():
+        width = scheme.width(in_features)
+        raise CheckpointError(f"{INDEX} does not give {width} inputs to every group. Download it again.")
+    return indexed(kind, q.codes, parts["weight_scale"], q.zeros, index, scheme.bits)
+
+
 def _activations_json(scheme: Scheme) -> dict[str, Any] | None:
     if scheme.number != "integer":
         return floats.activations_json(scheme)
@@ -301,8 +330,12 @@ def _weights(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _scheme_of(module: str, parts: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a module: the config group whose target matches, exact names before patterns before classes."""
+def _scheme_of(module: str, parts: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> tuple[Scheme, str | None]:
+    """The scheme of a module: the config group whose target matches, exact names before patterns before classes.
+
+    And what its weights are called where no QuantTensor holds them (act-order groups, float32 scales), else None: the
+    scheme is then theirs but for that.
+    """
     ranked = sorted(
         (rank, weights)
         for rank, weights in (
@@ -318,7 +351,7 @@ def _scheme_of(module: str, parts: Mapping[str, TensorHeader], config: Mapping[s
         raise CheckpointError(f"{module}: quantized outputs and transforms are not read.")
     weights = group["weights"]
     if weights.get("type") == "float":
-        return floats.scheme_of(module, group, parts)
+        return floats.scheme_of(module, group, parts), None
     if not isinstance(weights["symmetric"], bool):
         raise CheckpointError(f"{module}: symmetric is {weights['symmetric']!r}, expected true or false.")
     if weights["symmetric"] and ZERO in parts:
@@ -327,9 +360,13 @@ def _scheme_of(module: str, parts: Mapping[str, TensorHeader], config: Mapping[s
         raise CheckpointError(
             f"{module}: {weights.get('type')} weights with strategy {weights['strategy']!r} are not read."
         )
-    dtype = scale_dtype_name(parts["weight_scale"].dtype)
     size = weights["group_size"] if weights["strategy"] == "group" else None
-    return Scheme(weights["num_bits"], size, weights["symmetric"], dtype, _activations(module, group))
+    activations, wide = _activations(module, group), parts["weight_scale"].dtype == torch.float32
+    if "weight_packed" not in parts or activations is not None or not (wide or INDEX in parts):
+        dtype = scale_dtype_name(parts["weight_scale"].dtype)
+        return Scheme(weights["num_bits"], size, weights["symmetric"], dtype, activations), None
+    scheme = Scheme(weights["num_bits"], size, weights["symmetric"])
+    return scheme, f"{scheme.describe()} with {'act-order groups' if INDEX in parts else 'float32 scales'}"
 
 
 def _rank(target: str, module: str) -> int:

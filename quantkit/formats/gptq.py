@@ -32,6 +32,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitWarning
 from quantkit.formats.common import (
     dividing_group_size,
+    indexed,
     ragged,
     scale_dtype_name,
     signed_scales,
@@ -232,7 +233,7 @@ def _decode(parts: Mapping[str, Tensor], scheme: Scheme, *, v1: bool) -> QuantTe
     zeros = _zeros(unpack_rows(parts["qzeros"], scheme.bits, out_features), scheme, v1).t().contiguous().to(torch.int16)
     index = parts.get(INDEX)
     if index is not None and not torch.equal(index, _trivial_index(in_features, scheme.width(in_features))):
-        return _act_order(codes.unpack(), scales, zeros, index, scheme)
+        return indexed(ACT_ORDER, codes.unpack(), scales.t().contiguous(), zeros, index, scheme.bits)
     if not scheme.symmetric:
         return _turned(codes, scales.t().contiguous(), zeros, scheme)
     if not bool((zeros == scheme.midpoint).all()):
@@ -279,22 +280,4 @@ def _zeros(fields: Tensor, scheme: Scheme, v1: bool) -> Tensor:
     return (fields + 1) & largest
 
 
-def _act_order(codes: Tensor, scales: Tensor, zeros: Tensor, index: Tensor, scheme: Scheme) -> BlockTensor:
-    """Groups that are not contiguous along the inputs: exact to dequantize, not expressible as a QuantTensor."""
-    if index.numel() != codes.shape[1] or int(index.min()) < 0 or int(index.max()) >= scales.shape[0]:
-        raise CheckpointError(
-            f"g_idx names groups {int(index.min())} to {int(index.max())}; {scales.shape[0]} are stored"
-        )
-    raw = {"codes": codes, "scales": scales.t().contiguous(), "zeros": zeros, "g_idx": index.to(torch.int64)}
-    counted = 0 if scheme.symmetric else zeros.numel() * scheme.bits
-    bits = codes.numel() * scheme.bits + scales.numel() * 16 + counted + index.numel() * 32
-    return BlockTensor(ACT_ORDER, raw, (codes.shape[0], codes.shape[1]), bits, decode_act_order)
-
-
 ACT_ORDER = "gptq act-order"
-
-
-def decode_act_order(raw: dict[str, Tensor]) -> Tensor:
-    """Compute ``(code - zero[g_idx]) * scale[g_idx]`` in float32 ``[out, in]``."""
-    index = raw["g_idx"]
-    return (raw["codes"].float() - raw["zeros"].float()[:, index]) * raw["scales"].float()[:, index]

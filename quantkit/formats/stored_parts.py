@@ -19,6 +19,7 @@ LAYOUTS: dict[str, tuple[int, tuple[torch.dtype, ...]]] = {
     "shape": (1, INDEX),
     "weight_packed": (2, (torch.int32, torch.uint8)),
     "weight_zero_point": (2, INT32),
+    "weight_g_idx": (1, INDEX),
     "weight_shape": (1, INDEX),
 }
 FLOAT_CODES = (torch.float8_e4m3fn, torch.uint8)  # one scale may serve the whole matrix there: a number, or [1]

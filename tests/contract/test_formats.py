@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.core import affine
-from quantkit.core.qtensor import QuantTensor
+from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats import reader_format, writer_format
@@ -152,9 +152,37 @@ def test_the_compressed_tensors_library_accepts_our_config() -> None:
     assert parsed.ignore == ["lm_head"]
 
 
-def test_act_order_groups_in_a_file_are_refused_not_misread() -> None:
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_no_scheme_expresses_in_compressed_tensors_is_read_by_the_definition(symmetric: bool) -> None:
+    """Act-order groups (``actorder: group`` of older llm-compressors), and float32 scales (of float32 models)."""
+    scheme = Scheme(4, 32, symmetric)
+    q = quantized(scheme, (8, 96))
+    config = CompressedTensors.config(CheckpointLayout({"x": scheme}, []), "0")
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    turned = CompressedTensors.encode(QuantTensor(q.codes[:, order], q.scales, q.zeros, scheme))
+    turned["weight_g_idx"] = (order // 32).to(torch.int32)
+    wide = {**CompressedTensors.encode(q), "weight_scale": q.scales.float() * 1.0001}
+    zeros = q.scales.new_full(q.scales.shape, 8.0) if q.zeros is None else q.zeros
+    codes = q.codes.float() - zeros.float().repeat_interleave(32, 1)
+    exact = codes * wide["weight_scale"].repeat_interleave(32, 1)
+    for parts, kind, numbers in (
+        (turned, "act-order groups", q.dequantize()[:, order]), (wide, "float32 scales", exact),
+        ({**wide, "weight_g_idx": torch.full((96,), -1)}, "act-order groups", exact),
+    ):  # fmt: skip
+        named = CompressedTensors.modules([f"x.{name}" for name in parts], config)
+        assert set(named["x"]) == set(parts)
+        assert CompressedTensors.scheme("x", parts, config) == f"{scheme.describe()} with {kind}"
+        read = CompressedTensors.read_module("x", parts, config)
+        assert isinstance(read, BlockTensor)
+        assert torch.equal(read.dequantize(), numbers)
+    uneven = {**turned, "weight_g_idx": torch.zeros(96, dtype=torch.int32)}
+    with pytest.raises(CheckpointError, match="weight_g_idx does not give 32 inputs to every group"):
+        CompressedTensors.read_module("x", uneven, config)
+
+
+def test_an_index_beside_bytes_that_are_not_packed_is_refused() -> None:
     with pytest.raises(CheckpointError, match="weight_g_idx"):
-        CompressedTensors.modules(["a.weight_packed", "a.weight_g_idx"], {"format": "pack-quantized"})
+        CompressedTensors.modules(["a.weight", "a.weight_scale", "a.weight_g_idx"], {"format": "int-quantized"})
 
 
 def test_an_unknown_quant_method_is_refused_by_name() -> None:

@@ -278,7 +278,7 @@ def _refused(
     """
     kinds = Counter(kind for kind in schemes.values() if isinstance(kind, str))
     problems = [
-        f"{count} of {len(schemes)} weights are {kind}, not integers with scales. {ORIGINAL}"
+        f"{count} of {len(schemes)} weights are {kind}, not integers with scales of 16 bits. {ORIGINAL}"
         for kind, count in kinds.items()
     ]
     problems += collapse(
