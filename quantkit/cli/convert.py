@@ -162,8 +162,8 @@ class ConvertCommand(GroupedCommand):
     multiple=True,
     metavar="GLOB=SETTINGS",
     help=(
-        "Other settings for some modules: '*.down_proj=bits:8,group:64', 'lm_head=bits:8', '*.v_proj=keep'. Repeatable;"
-        " first match wins."
+        "Other settings for some modules: '*.down_proj=bits:8,group:64', 'lm_head=bits:8', '*.v_proj=keep'; with"
+        " --format gguf a type: '*.v_proj=q6_k'. Repeatable; first match wins."
     ),
 )
 @grouped(

@@ -55,6 +55,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
         if key == "linears":
             lines += [
                 f"  linear    {line['count']:4d} x {line['name']:<24} [{line['out_features']}, {line['in_features']}]"
+                + (f"  {line['stored_as']}" if "stored_as" in line else "")
                 for line in value
             ]
         elif key == "left_at_16_bit":
@@ -74,7 +75,8 @@ def _lines(data: dict[str, Any]) -> list[str]:
 def _left_line(entry: dict[str, Any]) -> str:
     """Show weights that are copied: how many tensors, which, why, and how many weights they hold."""
     why = f"{entry['reason']}, " if entry["reason"] else ""
-    return f"  16 bit    {entry['tensors']:4d} x {entry['name']:<24} ({why}{entry['weights']:,} weights)"
+    kind = entry.get("stored_as", "16 bit")
+    return f"  {kind:<9} {entry['tensors']:4d} x {entry['name']:<24} ({why}{entry['weights']:,} weights)"
 
 
 def _cache_lines(data: dict[str, Any]) -> list[str]:
@@ -135,11 +137,11 @@ def _structure(source: Any) -> dict[str, Any]:
     model = build_skeleton(source.config)
     blocks = find_blocks(model)
     weights = Weights(model, source)
-    kinds: dict[tuple[str, int, int], int] = {}
-    for module, (_, linear) in block_targets(blocks, weights).items():
+    kinds: dict[tuple[str, int, int], list[str]] = {}
+    for module, (stored, linear) in block_targets(blocks, weights).items():
         name = module.removeprefix(f"{blocks.prefix}.").partition(".")[2]
         key = (EXPERT.sub("experts.*", name), linear.out_features, linear.in_features)
-        kinds[key] = kinds.get(key, 0) + 1
+        kinds.setdefault(key, []).append(f"{stored}.weight")
     infos = [source.info(name) for name in source.names()]
     return {
         "model_type": source.config["model_type"],
@@ -151,10 +153,24 @@ def _structure(source: Any) -> dict[str, Any]:
         "bytes": sum(info.nbytes for info in infos),
         "file_bytes": source.file_bytes(),
         "stored_as": ", ".join(source.kinds()),
-        "left_at_16_bit": [asdict(each) for each in left_at_16_bit(weights, blocks)],
-        "linears": [{"name": n, "out_features": o, "in_features": i, "count": c} for (n, o, i), c in kinds.items()],
+        "left_at_16_bit": [{**asdict(each), **_types(source, [each.name])} for each in left_at_16_bit(weights, blocks)],
+        "linears": [
+            {"name": n, "out_features": o, "in_features": i, "count": len(names), **_types(source, names)}
+            for (n, o, i), names in kinds.items()
+        ],
         **_cache(source),
     }
+
+
+def _types(source: Any, names: list[str]) -> dict[str, str]:
+    """Name the block formats of a GGUF file's tensors, with their counts where they differ; empty for a folder."""
+    from quantkit.checkpoint.gguf_files.source import GGUFSource
+
+    known = set(names) & set(source.names()) if isinstance(source, GGUFSource) else ()
+    counts = Counter(source.kind(name) for name in known).most_common()
+    if not counts:
+        return {}
+    return {"stored_as": counts[0][0] if len(counts) == 1 else ", ".join(f"{count} {kind}" for kind, count in counts)}
 
 
 def _tied(tied: dict[str, str]) -> str:

@@ -215,6 +215,56 @@ def test_types_within_a_size_are_chosen_by_tensor_and_counted_to_the_byte(
     quantkit.load(tmp_path / "out", device="cpu")(torch.arange(5, 37)[None])
 
 
+@pytest.mark.parametrize("options", [dict(gguf_type="q4_0"), dict(target_bpw=7.0)], ids=["type", "size"])
+def test_rules_choose_the_type_of_single_tensors(
+    options: dict[str, Any], tiny_model: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    rules = ["*.v_proj=q8_0", "layers.0.*.up_proj=keep", "lm_head=q5_1", "*.down_proj=Q5_0"]
+    text = text_options(calibration_text) if "target_bpw" in options else {}
+    given = {"format": "gguf", "method": "rtn", "rules": rules, **text, **options}
+    report = quantkit.convert(tiny_model, tmp_path / "out", **given)
+    path = only_file(tmp_path / "out")
+    kinds = {name: tensor.kind for name, tensor in read_header(path).tensors.items()}
+    assert kinds["token_embd.weight"] == "Q5_1"  # tied: the head's name is the embedding's, too
+    assert (kinds["blk.0.ffn_up.weight"], kinds["blk.1.ffn_up.weight"] in ("F16", "BF16")) == ("F16", False)
+    assert {kinds[f"blk.{i}.{part}.weight"] for i in (0, 1) for part in ("attn_v",)} == {"Q8_0"}
+    assert {kinds[f"blk.{i}.ffn_down.weight"] for i in (0, 1)} == {"Q5_0"}
+    if "target_bpw" in options:
+        sizes = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in kinds.values()]
+        shapes = [prod(tensor.shape) for tensor in read_header(path).tensors.values()]
+        counted = sum(n // width * size for n, (width, size) in zip(shapes, sizes, strict=True))
+        assert counted == report.allocation["bytes"] <= report.allocation["budget_bytes"]
+    quantkit.load(tmp_path / "out", device="cpu")(torch.arange(5, 37)[None])
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("*.v_proj=bits:8", "'bits:8' is no block format; .*q6_k"),
+        ("*.v_proj=q7_k", "'q7_k' is no block format"),
+        ("*.down_proj=q6_k", "rows of 96 are no multiple of 256, a block of Q6_K. Use q8_0 there"),
+        ("*.w_proj=q8_0", "matches no module of this model"),
+    ],
+)
+def test_a_rule_that_no_tensor_of_the_file_can_follow_is_refused(
+    rule: str, words: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        convert(tiny_model, tmp_path / "out", "q4_0", rules=[rule])
+    with pytest.raises(RequestError, match="goes with --format gguf"):
+        quantkit.convert(tiny_model, tmp_path / "out", method="rtn", rules=["*.v_proj=q6_k"])
+    with pytest.raises(RequestError, match="--gguf-type f16 rounds nothing"):
+        convert(tiny_model, tmp_path / "out", "f16", rules=["*.v_proj=q8_0"])
+
+
+def test_inspect_shows_the_types_of_a_file(tiny_model: Path, tmp_path: Path) -> None:
+    convert(tiny_model, tmp_path / "out", "q4_0", rules=["layers.0.*.v_proj=q8_0"])
+    done = CliRunner().invoke(cli, ["inspect", str(only_file(tmp_path / "out"))])
+    (values,) = (line for line in done.stdout.splitlines() if "v_proj" in line)
+    assert "2 Q4_0, 1 Q8_0" in values
+    assert any(line.split()[0] == "Q8_0" and "embedding" in line for line in done.stdout.splitlines()), done.stdout
+
+
 def test_a_type_and_a_size_contradict_each_other(tiny_model: Path, tmp_path: Path) -> None:
     for more, words in (
         (dict(gguf_type="q4_k_m", target_bpw=5), "the size decides which type each tensor gets"),

@@ -78,7 +78,7 @@ def _refuse_others(options: Options) -> None:
         "--kv-bits, --kv-budget: a GGUF file has no place for the cache's scheme. llama.cpp takes it as --cache-type-k"
         " and --cache-type-v when it runs": options.cache.wanted,
         "--activations: llama.cpp rounds activations its own way": options.activations is not None,
-        "--rule: chooses integer schemes, and GGUF's tensors have block formats": bool(options.rules),
+        f"--rule: --gguf-type {options.gguf_type} rounds nothing": bool(options.rules) and is_float(options),
         "--distil: learns scales of integer schemes": bool(options.distil),
         "--quantize-mtp: layers that predict further tokens are not written as GGUF": options.quantize_mtp,
         "--gptaq: its blocks do not follow the original model's inputs": options.gptaq,

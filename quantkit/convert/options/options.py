@@ -133,7 +133,7 @@ class ConvertOptions:
                 "--method smooth moves outliers of int8 activations into the weights; 16-bit activations have no use"
                 " for it. Add --activations int8, or use --method awq or gptq."
             )
-        parse_rules(self.rules, self.base_scheme)
+        parse_rules(self.rules, self.base_scheme, blocks=self.format == "gguf")
         writer_format(self.format)
         check_gguf(self)
         if self.scales not in ("search", "minmax"):

@@ -12,17 +12,21 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from quantkit.core.blocks import BlockKind
+from quantkit.core.blocks import KINDS, BlockKind
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RequestError
 
 SYNTAX = (
     "a rule is GLOB=SETTING[,SETTING...] with the settings bits:2..8, group:SIZE or group:channel, sym, asym; "
     "or GLOB=keep for 16 bit. Example: --rule '*.down_proj=bits:8,group:64'."
+)
+OF_BLOCKS = (
+    "with --format gguf a rule is GLOB=TYPE or GLOB=keep for 16 bit, with the types"
+    f" {', '.join(name.lower() for name in KINDS)}. Example: --rule '*.v_proj=q6_k'."
 )
 
 # Linears that engines run as one matrix: their shards must agree in scheme. vLLM: packed_modules_mapping of each model
@@ -37,7 +41,10 @@ EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One parsed rule. A field that is None keeps the job's option; group_size 0 is per channel."""
+    """One parsed rule. A field that is None keeps the job's option; group_size 0 is per channel.
+
+    block: of a GGUF file's tensor, a key of ``core.blocks.KINDS``; nothing else is then set.
+    """
 
     text: str
     pattern: str
@@ -45,6 +52,7 @@ class Rule:
     bits: int | None = None
     group_size: int | None = None
     symmetric: bool | None = None
+    block: str | None = None
 
     def matches(self, name: str) -> bool:
         """Tell whether a module name matches the pattern, as a whole or after a dot."""
@@ -72,24 +80,26 @@ class Rule:
         return replace(base, bits=self.bits or base.bits, group_size=size, symmetric=symmetric)
 
 
-def parse_rules(texts: Iterable[str], base: Scheme) -> tuple[Rule, ...]:
+def parse_rules(texts: Iterable[str], base: Scheme, *, blocks: bool = False) -> tuple[Rule, ...]:
     """Parse and validate rules.
 
     texts: rules as they are typed.
     base: the scheme of the whole job.
+    blocks: the job writes GGUF, whose tensors have block formats.
 
     Raises RequestError that names the rule and shows the syntax.
     """
     if isinstance(texts, str):
         raise RequestError(f"rules={texts!r}: give a list of rules, [{texts!r}].")
-    return tuple(parse_rule(text, base) for text in texts)
+    return tuple(parse_rule(text, base, blocks=blocks) for text in texts)
 
 
-def parse_rule(text: str, base: Scheme) -> Rule:
+def parse_rule(text: str, base: Scheme, *, blocks: bool = False) -> Rule:
     """Parse one rule.
 
     text: the rule as it is typed.
     base: the scheme of the whole job.
+    blocks: as in ``parse_rules``.
 
     Raises RequestError for wrong syntax or a value outside its range.
 
@@ -105,6 +115,8 @@ def parse_rule(text: str, base: Scheme) -> Rule:
             re.compile(pattern[3:])
         except re.error as error:
             raise _bad(text, f"{pattern[3:]!r} is no regular expression ({error})") from None
+    if blocks:
+        return _block_rule(text, pattern, settings.strip())
     values: dict[str, object] = {}
     for setting in settings.split(","):
         key, value = _setting(text, setting.strip())
@@ -121,6 +133,15 @@ def parse_rule(text: str, base: Scheme) -> Rule:
     return rule
 
 
+def _block_rule(text: str, pattern: str, setting: str) -> Rule:
+    """Make a rule for tensors of a GGUF file."""
+    if setting == "keep":
+        return Rule(text, pattern, keep=True)
+    if setting.upper() not in KINDS:
+        raise RequestError(f"--rule {text!r}: {setting!r} is no block format; {OF_BLOCKS}")
+    return Rule(text, pattern, block=setting.upper())
+
+
 def _setting(text: str, setting: str) -> tuple[str, object]:
     plain: dict[str, tuple[str, object]] = {
         "keep": ("keep", True),
@@ -132,6 +153,8 @@ def _setting(text: str, setting: str) -> tuple[str, object]:
     key, _, value = setting.partition(":")
     if key == "group" and value in ("channel", "-1"):
         return "group_size", 0
+    if setting.upper() in KINDS:
+        raise _bad(text, f"{setting} is a block format of GGUF files, and goes with --format gguf")
     if key not in ("bits", "group"):
         near = difflib.get_close_matches(key, ["bits", "group", "sym", "asym", "keep"], 1)
         raise _bad(text, f"{setting!r} is no setting" + (f" (did you mean {near[0]!r}?)" if near else ""))
@@ -158,12 +181,12 @@ class Choice:
 
     schemes: by module name, None for 16 bit.
     problems: rules without effect.
-    taken: the modules that some rule takes.
+    taken: the modules that some rule takes, with the first that does.
     """
 
     schemes: Mapping[str, Scheme | None]
     problems: tuple[Problem, ...]
-    taken: frozenset[str] = frozenset()
+    taken: Mapping[str, Rule] = field(default_factory=dict)
 
 
 def choose_schemes(
@@ -196,7 +219,7 @@ def choose_schemes(
     for name in [*linears, *head_embeddings]:
         default = base if name not in head_embeddings else None
         schemes[name] = taken[name].scheme(base) if name in taken else default
-    return Choice(schemes, tuple(problems), frozenset(taken))
+    return Choice(schemes, tuple(problems), taken)
 
 
 def _matches_nothing(rule: Rule, names: Sequence[str]) -> str:

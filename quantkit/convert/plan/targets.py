@@ -15,6 +15,7 @@ from torch import nn
 from quantkit.convert.gguf.names import gguf_chooser, gguf_notes
 from quantkit.convert.gguf.types import FLOATS, alike
 from quantkit.convert.gguf.weighing import check_importance
+from quantkit.convert.options.gguf_rules import by_rule, split_experts
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
 from quantkit.convert.plan.mtp_layers import mtp_linears
@@ -138,15 +139,24 @@ def choose_targets(options: ConvertOptions, form: Format, blocks: Blocks, weight
 
 def _block_formats(options: ConvertOptions, mix: str, blocks: Blocks, weights: Weights) -> Targets:
     """Choose the block format of every matrix for a GGUF file; those that stay floating point are no targets."""
-    wanted = [
-        (module, stored, tuple(linear.weight.shape), "linear")
-        for module, (stored, linear) in block_targets(blocks, weights).items()
+    matrices = _find_head_embeddings(weights)
+    linears = block_targets(blocks, weights)
+    wanted: list[tuple[str, str, tuple[int, ...], str, tuple[str, ...]]] = [
+        (module, stored, tuple(linear.weight.shape), "linear", (stored,))
+        for module, (stored, linear) in linears.items()
     ]
-    wanted += [(m.module, m.stored, tuple(m.owner.weight.shape), m.kind) for m in _find_head_embeddings(weights)]
+    wanted += [(m.module, m.stored, tuple(m.owner.weight.shape), m.kind, m.names) for m in matrices]
     choose = gguf_chooser(mix, weights, [stored for _, stored, *_ in wanted], informed=options.informed)
-    targets = Targets(warnings=gguf_notes(weights.model))
-    for module, stored, shape, kind in wanted:
-        chosen = choose(stored, shape)
+    rules = parse_rules(options.rules, options.base_scheme, blocks=True)
+    known = [name for matrix in matrices for name in matrix.names]
+    choice = choose_schemes(rules, options.base_scheme, [stored for stored, _ in linears.values()], known)
+    targets, problems = Targets(warnings=gguf_notes(weights.model)), list(choice.problems)
+    for module, stored, shape, kind, names in wanted:
+        rule = next((choice.taken[name] for name in names if name in choice.taken), None)
+        chosen = choose(stored, shape) if rule is None else by_rule(rule, shape)
+        if isinstance(chosen, str):
+            problems.append(Problem(stored, chosen))
+            continue
         if chosen.kind in FLOATS:
             targets.kept.append(stored)
             if chosen.fallback:
@@ -157,11 +167,14 @@ def _block_formats(options: ConvertOptions, mix: str, blocks: Blocks, weights: W
         targets.chosen[module] = Target(
             stored, f"{module}.weight", rows, width, scheme, kind, chosen.kind, chosen.fallback
         )
-    if options.allocates:
-        targets.free = list(targets.chosen)
+        if options.allocates and rule is None:
+            targets.free.append(module)
+    formats = {target.name: str(target.blocks) for target in targets.chosen.values()}
+    problems += split_experts(weights, formats | dict.fromkeys(targets.kept, "F16"))
+    targets.problems += collapse(problems)
     if options.imatrix is not None:
-        linears = [(target.name, target.in_features) for target in targets.chosen.values() if target.kind == "linear"]
-        targets.warnings += check_importance(Path(options.imatrix), weights, linears)
+        informed = [(target.name, target.in_features) for target in targets.chosen.values() if target.kind == "linear"]
+        targets.warnings += check_importance(Path(options.imatrix), weights, informed)
     return targets
 
 
@@ -191,7 +204,7 @@ def _head_or_embedding_scheme(
 
     The bit budget chooses for it only where the format can hold it; a warning is added where not.
     """
-    if not options.allocates or not choice.taken.isdisjoint(matrix.names):
+    if not options.allocates or not choice.taken.keys().isdisjoint(matrix.names):
         return matrix.choose(choice.schemes)
     if matrix.kind in form.head_embeddings:
         targets.free.append(matrix.module)
