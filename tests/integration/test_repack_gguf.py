@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from architectures import tiny_model as tiny_architecture
 from click.testing import CliRunner
 from english import with_tokenizer_of_english
 
@@ -217,3 +219,18 @@ def test_the_command_line_repacks_both_ways(q4_0: Path, tmp_path: Path) -> None:
     )
     assert dry.exit_code == 0, dry.output
     assert "compressed-tensors -> gguf: the same codes" in dry.output
+
+
+def test_experts_of_different_schemes_are_no_tensor_of_a_file(tiny_original: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    vocab = json.loads((tiny_original / "config.json").read_text())["vocab_size"]
+    small = dict(hidden_size=64, moe_intermediate_size=64, num_experts=4, head_dim=16, mlp_only_layers=[])
+    tiny_architecture("qwen3_moe", vocab_size=vocab, **small).half().save_pretrained(source)
+    for file in tiny_original.glob("*token*"):
+        shutil.copy(file, source / file.name)
+    rules = ["*.experts.1.up_proj=bits:8", "*.experts.1.gate_proj=bits:8"]
+    given = dict(bits=4, group_size=32, symmetric=True, rules=rules, format="native", **RTN)
+    qk.convert(source, tmp_path / "mixed", **given)
+    with pytest.raises(RequestError, match=r"_exps\.weight and 5 more: its experts are one tensor in a"):
+        qk.convert(tmp_path / "mixed", tmp_path / "out", format="gguf")
+    assert not (tmp_path / "out").exists()

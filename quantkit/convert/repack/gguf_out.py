@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from quantkit.checkpoint.gguf_files.out_config import config_fields
@@ -12,8 +13,11 @@ from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert.gguf.names import check_gguf_vocabulary, config_of
+from quantkit.convert.options.rules import Problem
 from quantkit.convert.output.gguf_file import OneFile, Rounded, write_one
+from quantkit.convert.plan.targets import collapse
 from quantkit.core.blocks import KINDS
+from quantkit.core.scheme import Scheme
 from quantkit.formats.gguf import BLOCKS
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.skeleton import build_skeleton
@@ -39,6 +43,26 @@ class GGUFNames:
     def alone(self, module: str) -> bool:
         """Tell whether a module is a tensor of its own, and not one of the experts in one."""
         return self._places[module].expert is None
+
+    def split_experts(self, schemes: Mapping[str, Scheme]) -> list[str]:
+        """Return the tensors of the file whose experts have different schemes, as problems of a plan.
+
+        schemes: by module name.
+        """
+        found: dict[str, set[str]] = {}
+        for module, scheme in schemes.items():
+            found.setdefault(self._places[module].name, set()).add(scheme.describe())
+        problems = [
+            Problem(
+                name, f"its experts are one tensor in a GGUF file, and have {' and '.join(sorted(several))}. {WAYS}"
+            )
+            for name, several in found.items()
+            if len(several) > 1
+        ]
+        return collapse(problems)
+
+
+WAYS = "Use --format native or compressed-tensors, or quantize the original with --format gguf."
 
 
 def write_repacked(source: Source, names: GGUFNames, writer: CheckpointWriter) -> tuple[int, list[str], str]:

@@ -155,11 +155,13 @@ def plan_repack(source: Source, out: Path, requested: Mapping[str, Any]) -> Repa
     unpacks = form.name == GGUF.name
     need = predict_repack(copied, packed, [*shapes.values()], calibrating, vocabulary, unpacks=unpacks)
     output = packed + sum(info.nbytes for info in copied)
+    one_file = GGUFNames(source, reader) if form.name == GGUF.name else None
+    refused += [] if one_file is None else one_file.split_experts(integers)
     return RepackPlan(
         source=source, reader=reader, out=out, format=form, overwrite=bool(requested.get("overwrite", False)),
         layout=layout, plain=tuple(plain), kv_bits=16 if kv is None else kv.label, kv=kv, cache=cache,
         output=output, host=need.host, generates=need.generates, rounding=rounding,
-        one_file=GGUFNames(source, reader) if form.name == GGUF.name else None,
+        one_file=one_file,
         problems=(*text_problems, *bias_problems, *refused, *lacks_room(out.parent, 2 * output, "an --out")),
         warnings=(*bias_notes, *kept, *_warnings(reader, form, layout, kv, cache)),
     )  # fmt: skip
