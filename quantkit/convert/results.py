@@ -214,6 +214,14 @@ class BudgetChoice:
     measured_on: dict[str, Any]
 
 
+def packed_sha256(q: QuantTensor | BlockTensor) -> str:
+    """Return what ``decision_sha256`` does, of codes as they are packed: half the bytes, and nothing is unpacked."""
+    if isinstance(q, BlockTensor):
+        return decision_sha256(q)
+    parts = [tensor_sha256(q.words), tensor_sha256(q.scales), "" if q.zeros is None else tensor_sha256(q.zeros)]
+    return " ".join([*parts, json.dumps([*q.shape]), json.dumps(q.scheme.to_json(), sort_keys=True)])
+
+
 def decision_sha256(q: QuantTensor | BlockTensor) -> str:
     """Return a SHA-256 of codes, scales, zeros and scheme, which does not depend on the format.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core import affine
-from quantkit.core.packing import PackedCodes
+from quantkit.core.packing import PackedCodes, pack_rows
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 
@@ -73,6 +73,20 @@ class QuantTensor:
     def codes(self) -> Tensor:
         """The codes, uint8 ``[out, in]``; unpacked anew each time where they are held packed."""
         return self.stored.unpack() if isinstance(self.stored, PackedCodes) else self.stored
+
+    @property
+    def words(self) -> Tensor:
+        """The codes as ``pack_rows`` packs them: int32 ``[out, packed_width]``."""
+        held = self.stored
+        if isinstance(held, PackedCodes) and held.cols * held.bits % 32 == 0:
+            return held.words
+        return pack_rows(self.codes, self.scheme.bits)
+
+    def rows(self, which: slice) -> QuantTensor:
+        """Some rows, of a weight whose rows have scales of their own."""
+        held = self.stored
+        stored = PackedCodes(held.words[which], held.bits, held.cols) if isinstance(held, PackedCodes) else held[which]
+        return QuantTensor(stored, self.scales[which], None if self.zeros is None else self.zeros[which], self.scheme)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -107,7 +107,7 @@ class CompressedTensors:
             signed = (q.codes.to(torch.int16) - q.scheme.midpoint).to(torch.int8)
             return {"weight": signed, "weight_scale": q.scales.contiguous()}
         parts = {
-            "weight_packed": pack_rows(q.codes, q.scheme.bits),
+            "weight_packed": q.words.contiguous(),
             "weight_scale": q.scales.contiguous(),
             "weight_shape": torch.tensor(q.shape, dtype=torch.int64),
         }

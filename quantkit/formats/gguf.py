@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.core.blocks import block_kind
@@ -20,6 +21,8 @@ from quantkit.formats.ggml import codes as gguf_codes
 from quantkit.formats.interface import CheckpointLayout, Refusal, TensorHeader
 
 BLOCKS = "blocks"  # the local name of a weight's bytes in the work folder: uint8 [out, row bytes]
+
+PIECE = 1 << 18  # weights that become blocks at a time: what is in between stays in a cache
 
 
 class GGUF:
@@ -104,7 +107,13 @@ def local_name(kind: str) -> str:
 
 def encode_as(q: QuantTensor, kind: str) -> dict[str, Tensor]:
     """Turn codes into blocks of a kind that holds them: uint8 ``[out, row bytes]`` by local name."""
-    return {local_name(kind): gguf_blocks.encode(gguf_codes.to_blocks(q, kind))}
+    block, (rows, columns) = block_kind(kind), q.shape
+    packed = torch.empty((rows, block.row_bytes(columns)), dtype=torch.uint8)
+    step = max(1, PIECE // columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        packed[part] = gguf_blocks.encode(gguf_codes.to_blocks(q.rows(part), kind))
+    return {local_name(kind): packed}
 
 
 def _decoded(parts: Mapping[str, Tensor], symmetric: bool) -> QuantTensor:

@@ -113,7 +113,7 @@ class GPTQ:
         else:
             fields = zeros_that_fit(q, "gptq").t()
         return {
-            "qweight": pack_rows(q.codes, bits).t().contiguous(),
+            "qweight": q.words.t().contiguous(),
             "qzeros": pack_rows(fields, bits),
             "scales": q.scales.t().contiguous(),
             INDEX: _trivial_index(in_features, q.scheme.width(in_features)),

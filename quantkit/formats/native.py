@@ -70,7 +70,7 @@ class Native:
         if q.scheme.number != "integer":
             return floats.encode(q)
         parts = {
-            "qweight": pack_rows(q.codes, q.scheme.bits),
+            "qweight": q.words.contiguous(),
             "scales": q.scales.contiguous(),
             "shape": torch.tensor(q.shape, dtype=torch.int64),
         }

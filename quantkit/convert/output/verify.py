@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from quantkit.checkpoint.source import FolderSource
 from quantkit.checkpoint.writer import WrittenTensor, tensor_sha256
 from quantkit.convert.results import decision_sha256
 from quantkit.core.kvscheme import SCALE_NAMES, KVPlan
-from quantkit.core.qtensor import QuantTensor
+from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.errors import CheckpointError
 from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
@@ -43,14 +44,16 @@ class CastLoss:
 
 
 def verify_folder(
-    folder: Path, digests: dict[str, str], entries: dict[str, WrittenTensor], cast: CastLoss | None = None
-) -> int:
+    folder: Path, digests: dict[str, str], entries: dict[str, WrittenTensor], cast: CastLoss | None = None,
+    digest_of: Callable[[QuantTensor | BlockTensor], str] = decision_sha256,
+) -> int:  # fmt: skip
     """Read every tensor of a folder and decode every module; return how many tensors were compared.
 
     folder: the written checkpoint.
-    digests: module name -> ``decision_sha256``.
+    digests: by module name.
     entries: stored name -> checksum of the tensor that was given to the writer.
     cast: collects the error of bfloat16 scales; None to skip it.
+    digest_of: what made the digests.
 
     Raises CheckpointError, naming the tensor, for any difference.
     """
@@ -60,7 +63,7 @@ def verify_folder(
     _same_names(folder, "quantized modules", set(digests), set(reader.modules))
     for name, digest in digests.items():
         q = reader.module(name)
-        if decision_sha256(q) != digest:
+        if digest_of(q) != digest:
             raise CheckpointError(
                 f"{folder.name}: {name} reads back different from what was quantized: the disk or a codec is at fault."
             )

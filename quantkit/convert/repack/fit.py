@@ -68,21 +68,17 @@ def fit(q: QuantTensor, form: Format, *, rounding: bool, alone: bool = True) -> 
             )
         return Fitted(parts, scaled, 0.0)
     parts = form.encode(scaled)
-    return Fitted(parts, scaled, _error(q, lambda rows: _rows(scaled, rows).dequantize()) if changed else 0.0)
-
-
-def _rows(q: QuantTensor, rows: slice) -> QuantTensor:
-    return QuantTensor(q.codes[rows], q.scales[rows], None if q.zeros is None else q.zeros[rows], q.scheme)
+    return Fitted(parts, scaled, _error(q, lambda rows: scaled.rows(rows).dequantize()) if changed else 0.0)
 
 
 def _error(before: QuantTensor, after: Callable[[slice], Tensor]) -> float:
     """Return the size of a change relative to the weight's, some rows at a time. after: the weight's rows now."""
     lost = size = 0.0
-    out, width = before.scales.shape[0], before.codes.shape[1]
+    out, width = before.shape
     step = max(1, PIECE // width)
     for start in range(0, out, step):
         rows = slice(start, start + step)
-        was = _rows(before, rows).dequantize().double()
+        was = before.rows(rows).dequantize().double()
         lost += float((after(rows).double() - was).square().sum())
         size += float(was.square().sum())
     return (lost / size) ** 0.5 if size else 0.0

@@ -31,7 +31,7 @@ from quantkit.convert.repack.memory import TOO_LARGE
 from quantkit.convert.repack.plan import RepackPlan, integer_module, read_manifest
 from quantkit.convert.report.kv_cache import summary
 from quantkit.convert.report.report import ConvertReport
-from quantkit.convert.results import LayerReport, decision_sha256
+from quantkit.convert.results import LayerReport, packed_sha256
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
 from quantkit.core.interrupt import raise_if_interrupted
@@ -106,7 +106,7 @@ def _assemble(
     except UnsupportedModel as error:  # repacking needs no structure: models that quantkit cannot run are repacked too
         report.warnings.append(f"which engines load it is not known: {error}")
     verifying()
-    report.verified_tensors = verify_folder(writer.folder, decisions, writer.entries)
+    report.verified_tensors = verify_folder(writer.folder, decisions, writer.entries, digest_of=packed_sha256)
     report.verified_tensors += verify_kv(writer.folder, kv)
 
 
@@ -146,7 +146,7 @@ def _write_tensors(
 ) -> dict[str, str]:
     """Write every module, every tensor that is copied, and other engines' cache scales.
 
-    Returns ``decision_sha256`` by module.
+    Returns ``packed_sha256`` by module.
     """
     reader, batch, decisions = plan.reader, Batch(writer), dict[str, str]()
     for done, name in enumerate(reader.modules):
@@ -159,7 +159,7 @@ def _write_tensors(
             raise CheckpointError(f"{plan.source.path}: {name}: {error}") from error
         q = done_with.weight
         if plan.one_file is None:
-            decisions[name] = decision_sha256(q)
+            decisions[name] = packed_sha256(q)
         bits = q.bits_stored if plan.one_file is None else 8 * sum(part.nbytes for part in done_with.parts.values())
         batch.add({f"{name}.{part}": value for part, value in done_with.parts.items()})
         scheme = q.scheme.describe() if plan.one_file is None else next(iter(done_with.parts)).rpartition(".")[2]
