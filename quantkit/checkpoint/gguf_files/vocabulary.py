@@ -209,7 +209,9 @@ def _add_marked_tokens(tokenizer: Any, tokens: list[str], kinds: list[int] | Non
 def _special(metadata: dict[str, Any], tokens: list[str]) -> dict[str, str]:
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()}
-    return {role: tokens[index] for role, index in ids.items() if index is not None and 0 <= index < len(tokens)}
+    named = {role: tokens[index] for role, index in ids.items() if index is not None and 0 <= index < len(tokens)}
+    known = _ids(metadata)
+    return {role: token for role, token in named.items() if token in known}
 
 
 def _add_ends(tokenizer: Any, special: dict[str, str], bos: bool, eos: bool) -> None:
