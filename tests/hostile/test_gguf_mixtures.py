@@ -72,7 +72,8 @@ def test_the_file_itself_is_read(arch: str, tmp_path: Path, limited: Limited) ->
     ("field", "value"),
     [
         ("expert_count", None), ("expert_count", 0), ("expert_count", 5), ("expert_count", 3),
-        ("expert_count", 1 << 14), ("expert_count", 65537), ("expert_count", 2**31), ("expert_used_count", None), ("expert_used_count", 0),
+        ("expert_count", 1 << 14), ("expert_count", 65537), ("expert_count", 2**31), ("expert_used_count", None),
+        ("expert_used_count", 0),
         ("expert_used_count", 5), ("expert_feed_forward_length", None), ("expert_feed_forward_length", 0),
         ("expert_feed_forward_length", 64), ("expert_feed_forward_length", 2**31), ("embedding_length", 128),
         ("attention.sliding_window", None), ("attention.sliding_window", 0), ("block_count", 3),

@@ -50,14 +50,7 @@ def rebuild_config(name: str, architecture: Architecture, source: Opened) -> dic
     def may(key: str, default: Any = None) -> Any:
         return metadata.get(f"{name}.{key}", default)
 
-    if may("expert_count") and not architecture.expert_parts:
-        raise UnsupportedModel(
-            f"{path}: a mixture of {may('expert_count')} experts in architecture {name!r}; of mixtures, GGUF files of"
-            f" {' and '.join(MIXTURES)} are read. Use the model's Hugging Face folder instead."
-        )
-    embedding = source.stored("token_embd.weight")
-    if embedding is None:
-        raise SourceError(f"{path}: lacks token_embd.weight. This file holds no whole model; download it again.")
+    embedding = _embedding(name, architecture, source)
     heads, hidden, layers = need("attention.head_count"), need("embedding_length"), need("block_count")
     if not isinstance(heads, int) or not isinstance(need("feed_forward_length"), int):
         raise UnsupportedModel(f"{path}: layers differ in heads or width; such models are not read from GGUF.")
@@ -85,6 +78,23 @@ def rebuild_config(name: str, architecture: Architecture, source: Opened) -> dic
     if architecture.expert_parts:
         return config | mixture_config(name, source, config, architecture.expert_parts)
     return config | _of_architecture(name, source, config, may)
+
+
+def _embedding(name: str, architecture: Architecture, source: Opened) -> StoredTensor:
+    """Return the embedding's entry.
+
+    Raises UnsupportedModel for a mixture in an architecture whose mixtures are not read, SourceError for half a model.
+    """
+    experts = source.header.metadata.get(f"{name}.expert_count")
+    if experts and not architecture.expert_parts:
+        raise UnsupportedModel(
+            f"{source.path}: a mixture of {experts} experts in architecture {name!r}; of mixtures, GGUF files of"
+            f" {' and '.join(MIXTURES)} are read. Use the model's Hugging Face folder instead."
+        )
+    embedding = source.stored("token_embd.weight")
+    if embedding is None:
+        raise SourceError(f"{source.path}: lacks token_embd.weight. This file holds no whole model; download it again.")
+    return embedding
 
 
 def _dtype(embedding: StoredTensor, source: Opened) -> str:
