@@ -161,6 +161,21 @@ def test_dequantized_it_is_a_folder_that_transformers_loads(name: str, mix: str,
         torch.testing.assert_close(model(IDS).logits, logits(tmp_path / "dense"), rtol=0, atol=1e-4)
 
 
+def test_a_quantized_folder_of_gpt_oss_is_dequantized_to_fused_experts(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    qk.convert(sources["gpt_oss"], tmp_path / "int8", method="rtn", bits=8, group_size=32)
+    qk.convert(tmp_path / "int8", tmp_path / "dense", dequantize=True, dtype="float32")
+    assert set(open_source(tmp_path / "dense").names()) == set(open_source(sources["gpt_oss"]).names())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    with torch.inference_mode():
+        theirs = model(IDS).logits
+    ours = qk.load(tmp_path / "int8", device="cpu", dtype="float32", dequantize=True)(IDS)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_file_is_quantized_anew(name: str, files: Any, tmp_path: Path) -> None:
     path = files(name, "q8_0")
