@@ -78,7 +78,7 @@ def mixture_config(name: str, source: Opened, config: Mapping[str, Any], parts: 
 def _gpt_oss_rope(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the ``rope_scaling`` entry of gpt-oss; left out, transformers would stretch positions 32-fold.
 
-    Its YaRN ends between whole pairs (``truncate`` in OpenAI's config.json), which files do not say.
+    Its YaRN begins and ends between whole pairs (``truncate`` in transformers' GptOssConfig), which files do not say.
     """
     return {"rope_type": "default"} if scaling is None else {**scaling, "truncate": False}
 
