@@ -18,6 +18,9 @@ COMMON = {
 }
 LLAMA = COMMON | {"ffn_norm": "post_attention_layernorm"}
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+ATTENTION = {name: place for name, place in COMMON.items() if name.startswith("attn_")}
+# All experts of a layer in one tensor, [experts, out, in], and what transformers calls the matrix of one of them.
+EXPERT_STACKS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class Architecture:
     rotary_rows_interleaved: bool = False
     # norms stored as 1 + w
     norms_plus_one: bool = False
+    # what the layers of a mixture hold for all experts at once, of ``EXPERT_STACKS``: weights, biases too; () if dense
+    expert_parts: tuple[str, ...] = ()
 
 
 ARCHITECTURES = {
@@ -90,7 +95,45 @@ ARCHITECTURES = {
         },
         {"hidden_act": "silu", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0},
     ),
+    # What llama.cpp's graphs hard-code of mixtures: src/models/qwen3moe.cpp (weights of the chosen experts sum to 1),
+    # src/models/openai-moe.cpp and build_moe_ffn in src/llama-graph.cpp (alpha and limit of the clamped SwiGLU).
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        ATTENTION | QK_NORMS | {"ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
+        {
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+        },
+        expert_parts=("weight",),
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        ATTENTION
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        {
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "output_router_logits": False,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        expert_parts=("weight", "bias"),
+    ),
 }
+# Parameters that have no ``.weight`` behind their name in transformers.
+BARE = ("self_attn.sinks",)
 
 # Tensors that are no parameters: Llama 3's rotary factors become config values, after a check that these say the same.
 ROPE_FACTORS = "rope_freqs.weight"

@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.checkpoint.foreign_files.fields import Whole, check_field
 from quantkit.checkpoint.gguf_files.architectures import ROPE_FACTORS, Architecture
 from quantkit.checkpoint.gguf_files.header import Header, StoredTensor
+from quantkit.checkpoint.gguf_files.mixtures import MIXTURES, mixture_config
 from quantkit.errors import SourceError, UnsupportedModel
 
 
@@ -49,11 +50,7 @@ def rebuild_config(name: str, architecture: Architecture, source: Opened) -> dic
     def may(key: str, default: Any = None) -> Any:
         return metadata.get(f"{name}.{key}", default)
 
-    if may("expert_count"):
-        raise UnsupportedModel(f"{path}: a mixture of {may('expert_count')} experts; GGUF files of those are not read.")
-    embedding = source.stored("token_embd.weight")
-    if embedding is None:
-        raise SourceError(f"{path}: lacks token_embd.weight. This file holds no whole model; download it again.")
+    embedding = _embedding(name, architecture, source)
     heads, hidden, layers = need("attention.head_count"), need("embedding_length"), need("block_count")
     if not isinstance(heads, int) or not isinstance(need("feed_forward_length"), int):
         raise UnsupportedModel(f"{path}: layers differ in heads or width; such models are not read from GGUF.")
@@ -71,13 +68,42 @@ def rebuild_config(name: str, architecture: Architecture, source: Opened) -> dic
         "rms_norm_eps": _decimal(need("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": need("context_length"),
         "rope_theta": _decimal(may("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(source, may),
+        "rope_scaling": _rope_scaling(source, need, may),
         "tie_word_embeddings": source.stored("output.weight") is None,
-        "torch_dtype": "bfloat16" if embedding.kind == "BF16" else "float16",
+        "torch_dtype": _dtype(embedding, source),
         "use_cache": True,
         "initializer_range": 0.02,
     }
-    return config | _tokens(metadata) | _of_architecture(name, source, config, may)
+    config |= _tokens(metadata)
+    if architecture.expert_parts:
+        return config | mixture_config(name, source, config, architecture.expert_parts)
+    return config | _of_architecture(name, source, config, may)
+
+
+def _embedding(name: str, architecture: Architecture, source: Opened) -> StoredTensor:
+    """Return the embedding's entry.
+
+    Raises UnsupportedModel for a mixture in an architecture whose mixtures are not read, SourceError for half a model.
+    """
+    experts = source.header.metadata.get(f"{name}.expert_count")
+    if experts and not architecture.expert_parts:
+        raise UnsupportedModel(
+            f"{source.path}: a mixture of {experts} experts in architecture {name!r}; of mixtures, GGUF files of"
+            f" {' and '.join(MIXTURES)} are read. Use the model's Hugging Face folder instead."
+        )
+    embedding = source.stored("token_embd.weight")
+    if embedding is None:
+        raise SourceError(f"{source.path}: lacks token_embd.weight. This file holds no whole model; download it again.")
+    return embedding
+
+
+def _dtype(embedding: StoredTensor, source: Opened) -> str:
+    """Name the 16-bit dtype that holds most of what the file was made from.
+
+    bfloat16 where the file has it, and beside MXFP4, whose powers of two float16 may lack: those models are bfloat16.
+    """
+    powers = any(stored.kind == "MXFP4" for stored in source.header.tensors.values())
+    return "bfloat16" if powers or embedding.kind == "BF16" else "float16"
 
 
 def _tokens(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +159,7 @@ def _of_architecture(name: str, source: Opened, config: dict[str, Any], may: Any
     return {"head_dim": head_dim} if name == "qwen3" else {}
 
 
-def _rope_scaling(source: Opened, may: Any) -> dict[str, Any] | None:
+def _rope_scaling(source: Opened, need: Any, may: Any) -> dict[str, Any] | None:
     """Return the ``rope_scaling`` entry, None if positions are not stretched."""
     if source.stored(ROPE_FACTORS):
         return _llama3_scaling(source, may)
@@ -144,11 +170,32 @@ def _rope_scaling(source: Opened, may: Any) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": _decimal(factor)} if factor != 1.0 else None
     if kind == "yarn":
-        original = may("rope.scaling.original_context_length")
-        return {"rope_type": "yarn", "factor": _decimal(factor), "original_max_position_embeddings": original}
+        original = may("rope.scaling.original_context_length", need("context_length"))
+        return {
+            "rope_type": "yarn",
+            "factor": _decimal(factor),
+            "original_max_position_embeddings": original,
+            **_yarn(source, may),
+        }
     raise UnsupportedModel(
         f"{source.path}: rotary scaling {kind!r} is not read from GGUF; use the Hugging Face folder."
     )
+
+
+def _yarn(source: Opened, may: Any) -> dict[str, Any]:
+    """Return what a file says of YaRN beside its factor.
+
+    Raises UnsupportedModel for what llama.cpp multiplies by other numbers than transformers does.
+    """
+    usual = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+    for key, value in usual.items():
+        if may(f"rope.scaling.{key}", value) != value:
+            raise UnsupportedModel(
+                f"{source.path}: YaRN with {key} {may(f'rope.scaling.{key}')} is not read from GGUF; use the Hugging"
+                " Face folder."
+            )
+    betas = {ours: may(f"rope.scaling.yarn_{ours}") for ours in ("beta_fast", "beta_slow")}
+    return {ours: _decimal(value) for ours, value in betas.items() if value is not None}
 
 
 def _llama3_scaling(source: Opened, may: Any) -> dict[str, Any]:

@@ -37,9 +37,12 @@ OF_ARCHITECTURE: dict[str, Rule] = {
     "context_length": Whole(1, 1 << 27),
     "feed_forward_length": _SIZE,
     "expert_count": Whole(0, 1 << 16),
+    "expert_used_count": Whole(0, 1 << 16),
+    "expert_feed_forward_length": _SIZE,
     "attention.head_count": _SIZE,
     "attention.head_count_kv": _SIZE,
     "attention.key_length": Whole(1, 1 << 14),
+    "attention.value_length": Whole(1, 1 << 14),
     "attention.sliding_window": Whole(0, (1 << 32) - 1),
     "attention.layer_norm_rms_epsilon": Real(0.0, 1e-2),
     "final_logit_softcapping": Real(1e-3, 1e9),
@@ -48,6 +51,8 @@ OF_ARCHITECTURE: dict[str, Rule] = {
     "rope.scaling.type": Word(),
     "rope.scaling.factor": Real(1e-4, 1e6),
     "rope.scaling.original_context_length": Whole(1, 1 << 27),
+    "rope.scaling.yarn_beta_fast": Real(1e-3, 1e6),
+    "rope.scaling.yarn_beta_slow": Real(1e-3, 1e6),
 }
 
 

@@ -20,6 +20,9 @@ Field = tuple[str, Any]  # GGUF's type (UINT32, FLOAT32, BOOL, STRING, ARRAY), v
 ROPE_FREQS, FACTORS_LONG, FACTORS_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ACTIVATIONS = {"gemma3_text": ("gelu_pytorch_tanh",)}  # all others: silu
 
+# What llama.cpp's graph of gpt-oss takes for granted.
+GPT_OSS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_bias": True}
+
 
 def whole(value: Any) -> Field:
     """Return a number as an unsigned field."""
@@ -74,8 +77,19 @@ def _refuse(config: Mapping[str, Any], kind: str) -> None:
         raise UnsupportedModel(
             "qwen3_moe whose chosen experts' weights do not sum to 1 has no GGUF form. Use --format compressed-tensors."
         )
+    if kind == "gpt_oss":
+        _check_gpt_oss(config)
     if config.get("attn_logit_softcapping"):
         raise UnsupportedModel(f"{kind} with capped attention logits has no GGUF form. Use another --format.")
+
+
+def _check_gpt_oss(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for a gpt-oss of other numbers than its graph has (build_moe_ffn of llama.cpp)."""
+    for key, usual in GPT_OSS.items():
+        if config.get(key, usual) != usual:
+            raise UnsupportedModel(
+                f"gpt_oss with {key} {config[key]} has no GGUF form: llama.cpp uses {usual}. Use another --format."
+            )
 
 
 def _of_kind(config: Mapping[str, Any], kind: str) -> dict[str, Field]:
@@ -115,6 +129,11 @@ def _of_kind(config: Mapping[str, Any], kind: str) -> dict[str, Field]:
 def config_notes(config: Mapping[str, Any]) -> list[str]:
     """Return what llama.cpp will compute otherwise than the original, where that is common practice."""
     kind, window = str(config["model_type"]), config.get("sliding_window")
+    if kind == "gpt_oss" and (config.get("rope_parameters") or {}).get("rope_type") == "yarn":
+        return [
+            "llama.cpp lets YaRN begin and end at whole pairs of a head, the original between them: logits differ a"
+            " little"
+        ]
     slides = window and (config.get("use_sliding_window", True) or kind not in ("qwen2", "qwen3", "qwen3_moe"))
     if kind in ("gemma3_text", "gpt_oss") or not slides or window >= config["max_position_embeddings"]:
         return []
@@ -185,6 +204,11 @@ def _original(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
 def _yarn(config: Mapping[str, Any], rope: Mapping[str, Any], kind: str) -> dict[str, Field]:
     if rope.get("attention_factor") is not None or rope.get("mscale") is not None:
         raise UnsupportedModel(f"{kind} with YaRN and an attention factor of its own has no GGUF form here.")
+    if bool(rope.get("truncate", True)) != (kind != "gpt_oss"):
+        raise UnsupportedModel(
+            f"{kind} with YaRN and truncate {rope.get('truncate', True)}: GGUF files do not say it, and readers take"
+            " the other for granted. Use another --format."
+        )
     said = {
         "rope.scaling.type": ("STRING", "yarn"),
         "rope.scaling.factor": real(rope["factor"]),

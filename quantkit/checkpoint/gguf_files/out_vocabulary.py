@@ -16,6 +16,7 @@ from quantkit.checkpoint.gguf_files.out_config import Field
 from quantkit.checkpoint.gguf_files.vocabulary import (
     BYTE,
     CONTROL,
+    GPT4O_WORDS,
     LLAMA3_WORDS,
     NORMAL,
     QWEN2_WORDS,
@@ -23,6 +24,7 @@ from quantkit.checkpoint.gguf_files.vocabulary import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    padding,
 )  # fmt: skip
 from quantkit.errors import UnsupportedModel
 
@@ -30,11 +32,6 @@ TEKKEN_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT4O_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Patterns by which words are cut, and llama.cpp's name for the rule.
 WORDS = {LLAMA3_WORDS: "llama-bpe", QWEN2_WORDS: "qwen2", TEKKEN_WORDS: "tekken", GPT4O_WORDS: "gpt-4o"}
@@ -137,7 +134,7 @@ def _tokens(data: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
         raise UnsupportedModel(
             f"the tokenizer has ids up to {size - 1}, but the model {rows} embeddings: it belongs to another model."
         )
-    tokens = [by_id.get(index, f"[PAD{index}]") for index in range(size)]
+    tokens = [by_id.get(index, padding(index)) for index in range(size)]
     return tokens, [kinds.get(index, UNUSED) for index in range(size)]
 
 

@@ -7,6 +7,7 @@ architecture (below); an architecture or tensor that is not in the tables is ref
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.foreign_files.config import check_claims, check_config
-from quantkit.checkpoint.gguf_files.architectures import ARCHITECTURES, OUTER, ROPE_FACTORS
+from quantkit.checkpoint.gguf_files.architectures import ARCHITECTURES, BARE, EXPERT_STACKS, OUTER, ROPE_FACTORS
 from quantkit.checkpoint.gguf_files.config import rebuild_config
 from quantkit.checkpoint.gguf_files.header import Header, StoredTensor, gguf_library, read_header
+from quantkit.checkpoint.gguf_files.mixtures import expert_entries
 from quantkit.checkpoint.source import TensorInfo
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.mapped import View, owned
@@ -27,6 +29,9 @@ from quantkit.errors import SourceError, UnsupportedModel
 
 # Values dequantized at once: bounds the float32 scratch memory to tens of megabytes for any tensor.
 CHUNK_VALUES = 1 << 22
+# What bfloat16 holds exactly, and float16 may not: of MXFP4, powers of two times 4 bits.
+BFLOAT16 = ("BF16", "MXFP4")
+LAYER = re.compile("[0-9]{1,6}")
 
 
 class GGUFSource:
@@ -46,18 +51,43 @@ class GGUFSource:
                 "Use the model's Hugging Face folder instead."
             )
         self.architecture = ARCHITECTURES[name]
-        self._stored = {self._hf_name(key): key for key in self.header.tensors if key != ROPE_FACTORS}
+        names = {key: self._hf_name(key) for key in self.header.tensors if key != ROPE_FACTORS}
         self._check_kinds()
         self.config: dict[str, Any] = rebuild_config(name, self.architecture, self)
         check_config(self.config, str(path))
+        self._stored = self._seen(names)
         check_claims(self.config, [self.info(tensor).nbytes for tensor in self.names()], str(path))
+
+    def _seen(self, names: dict[str, str]) -> dict[str, StoredTensor]:
+        """Return where each tensor lies by its Hugging Face name: stacks of experts become a tensor for each.
+
+        names: stored name -> Hugging Face name, ``*`` for the number of an expert.
+
+        Raises SourceError for experts of a layer that the model does not have.
+        """
+        seen: dict[str, StoredTensor] = {}
+        layers = self.config["num_hidden_layers"]
+        for key, name in names.items():
+            stored = self.header.tensors[key]
+            if "*" not in name:
+                seen[name] = stored
+                continue
+            if int(key.split(".")[1]) >= layers:
+                raise SourceError(
+                    f"{self.path}: tensor {key!r} belongs to no layer: the metadata gives {layers} (block_count). The"
+                    " file is damaged: download it again."
+                )
+            seen |= {name.replace("*", str(index)): entry for index, entry in enumerate(expert_entries(stored))}
+        return seen
 
     def names(self) -> list[str]:
         return list(self._stored)
 
     def info(self, name: str) -> TensorInfo:
+        """Return shape and dtype: a 16-bit one that holds what the tensor is stored in, of F32 the config's."""
         stored = self._entry(name)
-        return TensorInfo(torch.bfloat16 if stored.kind == "BF16" else torch.float16, stored.shape)
+        bfloat16 = stored.kind in BFLOAT16 or (stored.kind == "F32" and self.config["torch_dtype"] == "bfloat16")
+        return TensorInfo(torch.bfloat16 if bfloat16 else torch.float16, stored.shape)
 
     def view(self, name: str) -> View:
         return owned(self.read(name))  # most are unpacked, or turned
@@ -153,18 +183,25 @@ class GGUFSource:
     def _entry(self, name: str) -> StoredTensor:
         if name not in self._stored:
             raise SourceError(f"{self.path}: no tensor named {name!r}")
-        return self.header.tensors[self._stored[name]]
+        return self._stored[name]
 
     def _hf_name(self, stored: str) -> str:
-        """Translate ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``."""
+        """Translate ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``.
+
+        Of a stack of experts the name of one, ``*`` for its number: ``model.layers.3.mlp.experts.*.up_proj.weight``.
+        """
         stem, _, suffix = stored.rpartition(".")
         if suffix in ("weight", "bias"):
             if stem in OUTER:
                 return f"{OUTER[stem]}.{suffix}"
             head, _, rest = stem.partition(".")
             layer, _, part = rest.partition(".")
-            if head == "blk" and layer.isdigit() and part in self.architecture.layer_names:
-                return f"model.layers.{layer}.{self.architecture.layer_names[part]}.{suffix}"
+            if head == "blk" and LAYER.fullmatch(layer):
+                if part in self.architecture.layer_names:
+                    place = f"model.layers.{layer}.{self.architecture.layer_names[part]}"
+                    return place if place.endswith(BARE) else f"{place}.{suffix}"
+                if part in EXPERT_STACKS and suffix in self.architecture.expert_parts:
+                    return f"model.layers.{layer}.mlp.experts.*.{EXPERT_STACKS[part]}.{suffix}"
         raise UnsupportedModel(
             f"{self.path}: tensor {stored!r} has no place in a {self.architecture.model_type} model. "
             "This is another variant of the architecture; use the model's Hugging Face folder instead."

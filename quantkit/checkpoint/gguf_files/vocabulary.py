@@ -28,11 +28,17 @@ LLAMA3_WORDS = (
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+OWN_WORDS = {"llama3": LLAMA3_WORDS, "qwen2": QWEN2_WORDS, "gpt4o": GPT4O_WORDS}
 # tokenizer.ggml.pre -> how words are cut. A file without the key, or with "default", is from before the key existed,
 # when every byte-level vocabulary was cut by GPT-2's rule.
 PRE_TOKENIZERS = {
     "gpt-2": "gpt2", "gpt2": "gpt2", "default": "gpt2", "smollm": "digits", "llama-bpe": "llama3", "llama3": "llama3",
-    "llama-v3": "llama3", "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2",
+    "llama-v3": "llama3", "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "gpt-4o": "gpt4o",
 }  # fmt: skip
 
 
@@ -83,6 +89,19 @@ def rebuild(metadata: dict[str, Any], path: Path) -> Rebuilt:
     return Rebuilt(tokenizer, special, metadata.get("tokenizer.chat_template"), add_bos, context)
 
 
+def padding(index: int) -> str:
+    """Return what writers of GGUF files call a row of the embedding that stands for no token."""
+    return f"[PAD{index}]"
+
+
+def _ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of the tokens. Rows that the original's tokenizer did not have are none, as there."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    kinds = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    each = enumerate(zip(tokens, kinds, strict=True))
+    return {token: index for index, (token, kind) in each if kind != UNUSED or token != padding(index)}
+
+
 def _byte_level(metadata: dict[str, Any], path: Path) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -96,13 +115,13 @@ def _byte_level(metadata: dict[str, Any], path: Path) -> Any:
     if not stored:
         raise SourceError(f"{path}: a gpt2 vocabulary without merges; every word would fall apart into letters.")
     rule = PRE_TOKENIZERS[name]
-    vocab = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    vocab = _ids(metadata)
     merges = [_merge(merge, vocab, path) for merge in stored]
     # Llama 3 takes a word that is in the vocabulary as it is, even where the merges would not lead to it.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama3"))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if rule in ("llama3", "qwen2"):
-        words = Regex(LLAMA3_WORDS if rule == "llama3" else QWEN2_WORDS)
+    if rule in OWN_WORDS:
+        words = Regex(OWN_WORDS[rule])
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Split(words, behavior="isolated", invert=False), bytes_only]
         )
@@ -140,7 +159,7 @@ def _sentencepiece(metadata: dict[str, Any], path: Path) -> Any:
         check_field(str(path), "tokenizer.ggml.unknown_token_id", unknown, Whole(0, len(tokens) - 1))
     tokenizer = Tokenizer(
         models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
+            vocab=_ids(metadata),
             merges=merges_from_scores(tokens, scores, kinds),
             byte_fallback=True,
             fuse_unk=True,
@@ -190,7 +209,9 @@ def _add_marked_tokens(tokenizer: Any, tokens: list[str], kinds: list[int] | Non
 def _special(metadata: dict[str, Any], tokens: list[str]) -> dict[str, str]:
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()}
-    return {role: tokens[index] for role, index in ids.items() if index is not None and 0 <= index < len(tokens)}
+    named = {role: tokens[index] for role, index in ids.items() if index is not None and 0 <= index < len(tokens)}
+    known = _ids(metadata)
+    return {role: token for role, token in named.items() if token in known}
 
 
 def _add_ends(tokenizer: Any, special: dict[str, str], bos: bool, eos: bool) -> None:

@@ -290,9 +290,10 @@ def _source_notes(options: ConvertOptions, source: Source, form: Format) -> list
         [kind for kind in source.kinds() if kind.removeprefix("GGUF ") not in EXACT] if source.path.is_file() else []
     )
     if rounded:
+        read_as = sorted({str(source.info(name).dtype).removeprefix("torch.") for name in source.names()}, reverse=True)
         notes.append(
             f"the source is rounded already ({', '.join(rounded)}; {size_text(source.file_bytes())} on disk): its"
-            f" weights are read as float16, and losses and sizes are counted from there{KEEP}"
+            f" weights are read as {' and '.join(read_as)}, and losses and sizes are counted from there{KEEP}"
         )
     if isinstance(source, DenseSource):
         notes.append(

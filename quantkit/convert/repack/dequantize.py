@@ -26,6 +26,7 @@ from quantkit.convert.plan.random_tokens import fallback
 from quantkit.convert.progress import Listener, Progress
 from quantkit.convert.repack.batch import Batch
 from quantkit.convert.repack.checks import no_effect
+from quantkit.convert.repack.fused_experts import fused_stacks
 from quantkit.convert.repack.memory import LIBRARIES, PART_BYTES, SAMPLE_BYTES, TOO_LARGE
 from quantkit.convert.report.report import ConvertReport
 from quantkit.core.host import current_rss, map_large_blocks, peak_rss
@@ -43,9 +44,10 @@ class Dequantized(SeenSource):
     """A quantized source seen as the dense model that it means, in one dtype.
 
     Tensors that are not quantized stay as they are stored unless the dtype was asked for; all those of a GGUF file get
-    the dtype.
+    the dtype. Experts that transformers reads fused alone are fused.
 
-    error: of each tensor that the dtype rounded, relative to its size; grows as they are read.
+    error: of each tensor that the dtype rounded, relative to its size (of a fused one, its worst part's); grows as they
+    are read.
     """
 
     def __init__(self, source: Source, dtype: torch.dtype, *, asked: bool = True) -> None:
@@ -76,13 +78,33 @@ class Dequantized(SeenSource):
         named = str(dtype).removeprefix("torch.")
         left = {key: value for key, value in source.config.items() if key not in ("quantization_config", "torch_dtype")}
         self.config: dict[str, Any] = {**left, "dtype": named}
+        self._stacks = fused_stacks(self._unfused(), self.config)
 
-    def names(self) -> list[str]:
+    def _unfused(self) -> list[str]:
         return self.original.names() if self._dense is None else self._dense.names()
 
+    def names(self) -> list[str]:
+        fused = {name for stack in self._stacks.values() for one in stack.parts for name in one}
+        return [*(name for name in self._unfused() if name not in fused), *self._stacks]
+
     def info(self, name: str) -> TensorInfo:
+        stack = self._stacks.get(name)
+        if stack is not None:
+            part = self.info(stack.parts[0][0])
+            return TensorInfo(part.dtype, stack.shape(part.shape))
         info = self.original.info(name) if self._dense is None else self._dense.info(name)
         return TensorInfo(self.dtype, info.shape) if self._casts(name) else info
+
+    def working_bytes(self, name: str) -> int:
+        """Count the bytes that it takes at most to make and write a tensor.
+
+        A matrix is there as codes, as float32 twice, and in the dtype; of a fused one that is a part, beside the whole.
+        """
+        info = self.info(name)
+        numbers = torch.Size(info.shape).numel()
+        if name not in self._stacks:
+            return 14 * numbers
+        return 2 * info.nbytes + 14 * (numbers // len(self._stacks[name].parts))
 
     def _casts(self, name: str) -> bool:
         if self._dense is None:
@@ -91,6 +113,13 @@ class Dequantized(SeenSource):
 
     def read(self, name: str) -> Tensor:
         """Return a tensor. Raises NumericsError for a number that is too large for the dtype."""
+        stack = self._stacks.get(name)
+        if stack is None:
+            return self._read(name, name)
+        return stack.read(lambda part: self._read(part, name))
+
+    def _read(self, name: str, told: str) -> Tensor:
+        """Return a tensor that is not fused. told: under which name its error is kept."""
         if self._file is not None:
             value, self_error = self._file.read_as(name, self.dtype)
         else:
@@ -101,7 +130,7 @@ class Dequantized(SeenSource):
         if value.is_floating_point() and self._casts(name) and not bool(torch.isfinite(value).all()):
             raise NumericsError(f"{self.path}: {name} holds more than {self.dtype} can. Use --dtype bfloat16.")
         if self_error:
-            self.error[name] = self_error
+            self.error[told] = max(self_error, self.error.get(told, 0.0))
         return value
 
     def quantization(self) -> dict[str, Any] | None:
@@ -177,9 +206,8 @@ def plan_dequantize(source: Source, out: Path, requested: Mapping[str, Any]) -> 
     refuse_same_place(out, source)
     dense = Dequantized(source, dtype, asked=str(requested.get("dtype", "auto")) != "auto")
     infos = [dense.info(name) for name in dense.names()]
-    output, largest = sum(info.nbytes for info in infos), max(torch.Size(info.shape).numel() for info in infos)
-    # a matrix as codes, as float32 twice, and in the dtype; parts of files beside it
-    working = 2 * PART_BYTES + 14 * largest
+    output = sum(info.nbytes for info in infos)
+    working = 2 * PART_BYTES + max(map(dense.working_bytes, dense.names()))  # parts of files beside the largest tensor
     numbers = sum(torch.Size(info.shape).numel() for info in infos)
     generates = 4 * numbers <= max(SAMPLE_BYTES, working)
     host = current_rss() + LIBRARIES + max(working, 8 * numbers if generates else 0)

@@ -164,6 +164,10 @@ class Naming:
                     return candidate
         return parameter
 
+    def gathers(self, parameter: str) -> bool:
+        """Tell whether transformers finds an expert's weight that is stored by itself, and puts it among the others."""
+        return bool(self._as_one_expert(parameter))
+
     def _as_one_expert(self, parameter: str) -> list[str]:
         """What transformers' rules gather into the fused tensor that holds this parameter."""
         found = re.fullmatch(r"(.+)\.(\d+)\.([^.]+\.[^.]+)", parameter)

@@ -235,7 +235,9 @@ def test_llama3_rotary_factors_become_config_values(write_gguf: Write, llama_met
 
 def test_unknown_architecture_is_refused_by_name(write_gguf: Write) -> None:
     path = write_gguf("mamba", {"mamba.block_count": 1}, {"token_embd.weight": (np.zeros((3, 64)), "F32")})
-    with pytest.raises(UnsupportedModel, match=r"'mamba' is not read; these are: gemma3, granite, llama, olmo2,"):
+    with pytest.raises(
+        UnsupportedModel, match=r"'mamba' is not read; these are: gemma3, gpt-oss, granite, llama, olmo2,"
+    ):
         GGUFSource(path)
 
 

@@ -12,7 +12,15 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from quantkit.checkpoint.gguf_files import vocabulary
-from quantkit.checkpoint.gguf_files.vocabulary import BYTE, CONTROL, NORMAL, USER_DEFINED, merges_from_scores, rebuild
+from quantkit.checkpoint.gguf_files.vocabulary import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    merges_from_scores,
+    rebuild,
+)
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.texts import load_text
 from quantkit.checkpoint.tokenizer import ROUND_TRIP_TEXT, check_round_trip, load_tokenizer, wants_bos, write_tokenizer
@@ -71,6 +79,7 @@ ORIGINALS = {
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
     "llama-bpe": words(vocabulary.LLAMA3_WORDS),
     "qwen2": words(vocabulary.QWEN2_WORDS),
+    "gpt-4o": words(vocabulary.GPT4O_WORDS),
 }
 
 
@@ -82,6 +91,20 @@ def test_byte_level_vocabulary_gives_the_originals_ids(pre: str, corpus: list[st
         assert rebuilt.tokenizer.encode(text).ids == original.encode(text).ids
     assert rebuilt.special == {"bos_token": "<|start|>", "eos_token": "<|end|>"}
     assert rebuilt.add_bos is False
+
+
+def test_rows_without_a_token_are_none(corpus: list[str]) -> None:
+    """Embeddings have more rows than tokens (Qwen's); llama.cpp's converter names those, the original does not."""
+    original = train(corpus, GPT2)
+    metadata = byte_level_metadata(original, "gpt-2")
+    size = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += [f"[PAD{size}]", f"[PAD{size + 1}]", "[PAD1]"]
+    metadata["tokenizer.ggml.token_type"] += [UNUSED, NORMAL, UNUSED]
+    metadata["tokenizer.ggml.padding_token_id"] = size
+    rebuilt = rebuild(metadata, Path("x.gguf"))
+    more = {f"[PAD{size + 1}]": size + 1, "[PAD1]": size + 2}  # tokens that are called so, or of another row
+    assert rebuilt.tokenizer.get_vocab() == {**original.get_vocab(), **more}
+    assert "pad_token" not in rebuilt.special
 
 
 def test_digit_rule_matters(corpus: list[str]) -> None:
