@@ -1,4 +1,4 @@
-"""Peer: llm-compressor, GPTQ or AWQ with its own defaults, on the CPU. Saves compressed-tensors. Run by run.py."""
+"""Peer: llm-compressor, GPTQ, AWQ or NVFP4A16 with its own defaults, on the CPU. Saves compressed-tensors. Run by run.py."""
 
 from __future__ import annotations
 
@@ -31,11 +31,21 @@ def scheme(args: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": weights}}
 
 
+def nvfp4() -> dict[str, Any]:
+    """Its preset NVFP4A16 with the observer that searches in place of the largest magnitude."""
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    preset = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    return {"targets": ["Linear"], "weights": preset.weights.model_copy(update={"observer": "memoryless_mse"})}
+
+
 def recipe(args: Any) -> Any:
     """One modifier for GPTQ; AWQ scales, and a second modifier rounds."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
+    if args.method == "nvfp4a16":  # by rounding: each block's scale is the best of those that the observer tries
+        return QuantizationModifier(config_groups={"group_0": nvfp4()}, ignore=["lm_head"])
     options = {"config_groups": scheme(args), "ignore": ["lm_head"]}
     if args.method == "gptq":
         return GPTQModifier(**options)
@@ -59,7 +69,7 @@ def main() -> None:
     args = arguments(__doc__)
     ids = token_ids(args)
     # In float16 its AWQ overflows in this family's last layers ("No finite loss was found").
-    wide = args.method == "awq" or args.dtype == "float32"
+    wide = args.method != "gptq" or args.dtype == "float32"
     model = load_model(args, torch.float32 if wide else torch.float16)
     rows = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": torch.ones_like(ids).tolist()})
     watch = Stopwatch(args)

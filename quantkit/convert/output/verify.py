@@ -11,6 +11,7 @@ import torch
 from quantkit.checkpoint.source import FolderSource
 from quantkit.checkpoint.writer import WrittenTensor, tensor_sha256
 from quantkit.convert.results import decision_sha256
+from quantkit.core.ahead import ahead
 from quantkit.core.kvscheme import SCALE_NAMES, KVPlan
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.errors import CheckpointError
@@ -61,9 +62,13 @@ def verify_folder(
     reader = QuantizedReader(source)
     _same_names(folder, "tensors", set(entries), set(source.names()))
     _same_names(folder, "quantized modules", set(digests), set(reader.modules))
-    for name, digest in digests.items():
+
+    def read(name: str) -> tuple[str, QuantTensor | BlockTensor, str]:
         q = reader.module(name)
-        if digest_of(q) != digest:
+        return name, q, digest_of(q)
+
+    for name, q, digest in ahead(read, digests):
+        if digest != digests[name]:
             raise CheckpointError(
                 f"{folder.name}: {name} reads back different from what was quantized: the disk or a codec is at fault."
             )

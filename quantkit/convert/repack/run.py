@@ -23,7 +23,7 @@ from quantkit.convert.output.verify import verify_folder, verify_kv
 from quantkit.convert.plan.random_tokens import fallback
 from quantkit.convert.progress import Listener, Progress
 from quantkit.convert.repack.batch import Batch
-from quantkit.convert.repack.fit import fit
+from quantkit.convert.repack.fit import Fitted, fit
 from quantkit.convert.repack.gguf_out import write_repacked
 from quantkit.convert.repack.gguf_source import PackedGGUF
 from quantkit.convert.repack.kv_cache import CachePlan, calibrate_cache, manifest_entry
@@ -33,6 +33,7 @@ from quantkit.convert.report.kv_cache import summary
 from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.results import LayerReport, packed_sha256
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
+from quantkit.core.ahead import ahead
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.kvscheme import KVPlan
@@ -149,21 +150,16 @@ def _write_tensors(
     Returns ``packed_sha256`` by module.
     """
     reader, batch, decisions = plan.reader, Batch(writer), dict[str, str]()
-    for done, name in enumerate(reader.modules):
+    for done, (name, fitted, digest) in enumerate(ahead(lambda name: _fitted(plan, name), reader.modules)):
         raise_if_interrupted()
         listen(Progress("repack", done, len(reader.modules), name))
-        alone = plan.one_file is None or plan.one_file.alone(name)
-        try:
-            done_with = fit(integer_module(reader, name), plan.format, rounding=plan.rounding, alone=alone)
-        except CheckpointError as error:
-            raise CheckpointError(f"{plan.source.path}: {name}: {error}") from error
-        q = done_with.weight
+        q, parts = fitted.weight, fitted.parts
         if plan.one_file is None:
-            decisions[name] = packed_sha256(q)
-        bits = q.bits_stored if plan.one_file is None else 8 * sum(part.nbytes for part in done_with.parts.values())
-        batch.add({f"{name}.{part}": value for part, value in done_with.parts.items()})
-        scheme = q.scheme.describe() if plan.one_file is None else next(iter(done_with.parts)).rpartition(".")[2]
-        report.layers.append(LayerReport(name, scheme, done_with.error or None, None, math.prod(q.shape), bits))
+            decisions[name] = digest
+        bits = q.bits_stored if plan.one_file is None else 8 * sum(part.nbytes for part in parts.values())
+        batch.add({f"{name}.{part}": value for part, value in parts.items()})
+        scheme = q.scheme.describe() if plan.one_file is None else next(iter(parts)).rpartition(".")[2]
+        report.layers.append(LayerReport(name, scheme, fitted.error or None, None, math.prod(q.shape), bits))
     listen(Progress("copy", len(reader.modules), len(reader.modules)))
     for name in plan.plain:
         batch.add({name: reader.read(name)})
@@ -171,6 +167,19 @@ def _write_tensors(
         batch.add(engine_scales(kv, {name: name for name in (*reader.modules, *plan.plain)}))
     batch.flush()
     return decisions
+
+
+def _fitted(plan: RepackPlan, name: str) -> tuple[str, Fitted, str]:
+    """Read a module and return it as the format holds it, with ``packed_sha256`` where that is verified.
+
+    Raises CheckpointError, naming the module, for what the format does not hold.
+    """
+    alone = plan.one_file is None or plan.one_file.alone(name)
+    try:
+        fitted = fit(integer_module(plan.reader, name), plan.format, rounding=plan.rounding, alone=alone)
+    except CheckpointError as error:
+        raise CheckpointError(f"{plan.source.path}: {name}: {error}") from error
+    return name, fitted, packed_sha256(fitted.weight) if plan.one_file is None else ""
 
 
 def _smoke_test(plan: RepackPlan, folder: Path) -> dict[str, str] | str:
