@@ -1,4 +1,4 @@
-"""Peer: llm-compressor, GPTQ, AWQ or NVFP4A16 with its own defaults, on the CPU. Saves compressed-tensors. Run by run.py."""
+"""Peer: llm-compressor on the CPU: GPTQ, AWQ, NVFP4A16, by its defaults. Saves compressed-tensors. Run by run.py."""
 
 from __future__ import annotations
 

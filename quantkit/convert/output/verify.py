@@ -10,8 +10,8 @@ import torch
 
 from quantkit.checkpoint.source import FolderSource
 from quantkit.checkpoint.writer import WrittenTensor, tensor_sha256
+from quantkit.convert.output.ahead import ahead
 from quantkit.convert.results import decision_sha256
-from quantkit.core.ahead import ahead
 from quantkit.core.kvscheme import SCALE_NAMES, KVPlan
 from quantkit.core.qtensor import BlockTensor, QuantTensor
 from quantkit.errors import CheckpointError

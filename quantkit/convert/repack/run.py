@@ -16,6 +16,7 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert.engines.lint import gguf_readers, lint_folder
 from quantkit.convert.engines.rules import Checkpoint
+from quantkit.convert.output.ahead import ahead
 from quantkit.convert.output.gguf_file import file_name
 from quantkit.convert.output.side_files import write_beside
 from quantkit.convert.output.smoke_test import continue_prompt
@@ -33,7 +34,6 @@ from quantkit.convert.report.kv_cache import summary
 from quantkit.convert.report.report import ConvertReport
 from quantkit.convert.results import LayerReport, packed_sha256
 from quantkit.convert.stages.kv_cache import decide_cache, engine_scales
-from quantkit.core.ahead import ahead
 from quantkit.core.host import map_large_blocks, peak_rss, release_free_memory
 from quantkit.core.interrupt import raise_if_interrupted
 from quantkit.core.kvscheme import KVPlan

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from quantkit.core.ahead import ahead
+from quantkit.convert.output.ahead import ahead
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
