@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -104,8 +104,6 @@ class CheckpointWriter:
         facts: a JSON object to keep with them; the part is then written durably: see ``find_part``.
         over: the tensors take the place of those that earlier parts hold under the same names.
         """
-        from safetensors.torch import save_file
-
         twice = [] if over else sorted(set(tensors) & set(self.entries))
         if twice:
             raise CheckpointError(f"{twice[0]}: written twice")
@@ -113,10 +111,11 @@ class CheckpointWriter:
         entries = {n: WrittenTensor(part, t.dtype, tuple(t.shape), tensor_sha256(t)) for n, t in contiguous.items()}
         file = self._parts / f"{part}.safetensors"
         with disk(self._parts):
-            if facts is None:
-                save_file(contiguous, file)
-            else:
-                save_file(contiguous, file.with_suffix(".new"))
+            with (file if facts is None else file.with_suffix(".new")).open("wb") as stream:
+                stream.write(_header(entries))
+                for name in _ordered(entries):
+                    stream.write(_bytes(contiguous[name]))
+            if facts is not None:
                 sync(file.with_suffix(".new"))
                 os.replace(file.with_suffix(".new"), file)
                 stored = [[n, NAMES[e.dtype], list(e.shape), e.sha256] for n, e in entries.items()]
@@ -253,34 +252,41 @@ class CheckpointWriter:
         return shards
 
     def _assemble(self, file: Path, names: list[str]) -> None:
-        """Write one safetensors file, streamed.
-
-        Wide dtypes first, as the library orders them: every tensor stays aligned.
-        """
+        """Write one safetensors file, streamed."""
         from safetensors import safe_open
 
-        ordered = sorted(names, key=lambda n: (-self.entries[n].dtype.itemsize, n))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name in ordered:
-            entry = self.entries[name]
-            end = offset + entry.nbytes
-            header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        entries = {name: self.entries[name] for name in names}
         with file.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.write(_header(entries))
             # Neighbours mostly lie in one part, whose header takes longer to read than a small tensor. One is open at a
             # time: what
             # was read of it stays in memory until it is closed.
-            for part, group in groupby(ordered, lambda name: self.entries[name].part):
+            for part, group in groupby(_ordered(entries), lambda name: entries[name].part):
                 with safe_open(self._parts / f"{part}.safetensors", framework="pt") as opened:
                     for name in group:
                         raise_if_interrupted()
                         stream.write(_bytes(opened.get_tensor(name)))
             stream.flush()
             os.fsync(stream.fileno())
+
+
+def _ordered(entries: Mapping[str, WrittenTensor]) -> list[str]:
+    """Sort the tensors of one file: wide dtypes first, as the library orders them, so that every one is aligned."""
+    return sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
+
+
+def _header(entries: Mapping[str, WrittenTensor]) -> bytes:
+    """Return what a safetensors file of these tensors begins with: the library's own writer copies every byte first."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in _ordered(entries):
+        entry = entries[name]
+        end = offset + entry.nbytes
+        header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def check_output(out: Path, overwrite: bool) -> None:
