@@ -13,11 +13,13 @@ from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert.gguf.names import check_gguf_vocabulary, config_of
+from quantkit.convert.gguf.types import kinds_in_words
 from quantkit.convert.options.rules import Problem
 from quantkit.convert.output.gguf_file import OneFile, Rounded, write_one
 from quantkit.convert.plan.targets import collapse
 from quantkit.core.blocks import KINDS
 from quantkit.core.scheme import Scheme
+from quantkit.formats.ggml.codes import WITH_MINIMA
 from quantkit.formats.gguf import BLOCKS
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.skeleton import build_skeleton
@@ -60,6 +62,20 @@ class GGUFNames:
             if len(several) > 1
         ]
         return collapse(problems)
+
+
+def widened(schemes: Mapping[str, Scheme], kinds: Mapping[str, str], rounding: bool) -> list[str]:
+    """Return a note on weights that take blocks of more bits than their codes have, and how they would not.
+
+    schemes, kinds: scheme and block format by module name. rounding: what the format cannot keep may be rounded.
+    """
+    wide = Counter(kind for name, kind in kinds.items() if KINDS[kind].bits > schemes[name].bits)
+    if not wide:
+        return []
+    of_minima = any(schemes[name].bits in WITH_MINIMA and not schemes[name].symmetric for name in kinds)
+    smaller = "; --allow-rounding rounds their minima to float16 and takes the smaller Q4_1, Q5_1" if of_minima else ""
+    counted = kinds_in_words(wide)
+    return [f"{counted}: blocks that hold those codes exactly have more bits{'' if rounding else smaller}"]
 
 
 WAYS = "Use --format native or compressed-tensors, or quantize the original with --format gguf."

@@ -25,7 +25,7 @@ from quantkit.convert.plan.random_tokens import fallback
 from quantkit.convert.progress import Listener, Progress
 from quantkit.convert.repack.batch import Batch
 from quantkit.convert.repack.fit import Fitted, fit
-from quantkit.convert.repack.gguf_out import write_repacked
+from quantkit.convert.repack.gguf_out import widened, write_repacked
 from quantkit.convert.repack.gguf_source import PackedGGUF
 from quantkit.convert.repack.kv_cache import CachePlan, calibrate_cache, manifest_entry
 from quantkit.convert.repack.memory import TOO_LARGE
@@ -82,7 +82,8 @@ def _repack(plan: RepackPlan, writer: CheckpointWriter, listen: Listener) -> Con
     if plan.one_file is not None:
         listen(Progress("verify", total, total))
         report.verified_tensors, notes, mix = write_repacked(plan.source, plan.one_file, writer)
-        report.notes += notes
+        kinds = {layer.name: layer.scheme for layer in report.layers}
+        report.notes += notes + widened(plan.layout.modules, kinds, plan.rounding)
         family, file = str(plan.one_file.config["model_type"]), str(plan.out / file_name(mix))
         report.engines = gguf_readers(Checkpoint("gguf", [], 0, 0, family=family, folder=file))
         writer.settle()
