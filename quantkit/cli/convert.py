@@ -190,7 +190,7 @@ class ConvertCommand(GroupedCommand):
     metavar="KIND",
     help=(
         "none; int8: inputs of the quantized linears are rounded per token at run time (W8A8), sets --bits 8"
-        " --group-size channel --sym; fp8 (what the fp8 schemes have) and nvfp4 go with --scheme."
+        " --group-size channel --sym; fp8 (what the fp8 schemes have), nvfp4 and mxfp4 go with --scheme."
     ),
 )
 @grouped(

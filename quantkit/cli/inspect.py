@@ -166,8 +166,8 @@ def _types(source: Any, names: list[str]) -> dict[str, str]:
     """Name the block formats of a GGUF file's tensors, with their counts where they differ; empty for a folder."""
     from quantkit.checkpoint.gguf_files.source import GGUFSource
 
-    known = set(names) & set(source.names()) if isinstance(source, GGUFSource) else ()
-    counts = Counter(source.kind(name) for name in known).most_common()
+    known = set(source.names()) if isinstance(source, GGUFSource) else set()
+    counts = Counter(source.kind(name) for name in names if name in known).most_common()
     if not counts:
         return {}
     return {"stored_as": counts[0][0] if len(counts) == 1 else ", ".join(f"{count} {kind}" for kind, count in counts)}

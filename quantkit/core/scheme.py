@@ -17,7 +17,7 @@ SCALE_DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": to
 FLOATS: dict[str, tuple[int, int, tuple[str, ...], tuple[str | None, ...]]] = {
     "fp8": (8, 0, ("float32", "bfloat16", "float16"), (None, "fp8")),
     "nvfp4": (4, 16, ("float8_e4m3fn",), (None, "nvfp4")),
-    "mxfp4": (4, 32, ("float8_e8m0fnu",), (None,)),
+    "mxfp4": (4, 32, ("float8_e8m0fnu",), (None, "mxfp4")),
 }
 # Numbers that the bitsandbytes library rounds to (``formats.bitsandbytes``); a block of 4 bits runs along the weight
 # row by row, so that 64 is inputs per scale where rows are multiples of it.
@@ -40,7 +40,7 @@ class Scheme:
     scale_dtype: the dtype that scales are stored in; codes are chosen for the rounded scale.
     activations: None for floating point, or "int8": the weight's inputs are rounded at run time too, symmetric, one
         scale per token (``core.rounding.activations``); such weights have 8 bits, one scale per channel, no zero
-        points: what integer matrix units multiply. "fp8" and "nvfp4" round to the numbers of that name.
+        points: what integer matrix units multiply. "fp8", "nvfp4" and "mxfp4" round to the numbers of that name.
     number: what a code is: "integer", "fp8", "nvfp4" or "mxfp4" (``core.rounding.scales``), or one of
         ``OF_BITSANDBYTES``; those are symmetric.
     rows: of fp8: output rows that share their scales, 1, a block's number, or None for all.

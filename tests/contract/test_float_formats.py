@@ -15,6 +15,8 @@ from torch import Tensor
 from quantkit.checkpoint.open import open_source
 from quantkit.core import affine
 from quantkit.core.qtensor import QuantTensor
+from quantkit.core.rounding.float_activations import round_mxfp4
+from quantkit.core.rounding.numbers import round_e2m1
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.formats.compressed_tensors import CompressedTensors
@@ -258,3 +260,16 @@ def test_half_of_an_expert_is_refused() -> None:
         gpt_oss.parameters(["x_blocks"])
     with pytest.raises(CheckpointError, match=r"expected .experts, out"):
         gpt_oss.dense_shape((4, 6, 2, 16), (4, 6, 3))
+
+
+def test_mxfp4_activations_have_the_scales_of_the_compressed_tensors_library() -> None:
+    from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
+
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 64)[:, None]
+    x[0, :32], x[1, 0], x[2, 0] = 0, 1.75 * 2**20, 1.7499 * 2**20
+    parts = x.reshape(64, 3, 32)
+    most = parts.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+    scale = 2.0 ** (generate_mx_scales(most) - 127)
+    theirs = (round_e2m1(parts / scale) * scale).reshape(64, 96)
+    assert torch.equal(round_mxfp4(x), theirs)
+    assert torch.equal(round_mxfp4(round_mxfp4(x)), round_mxfp4(x))

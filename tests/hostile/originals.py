@@ -29,6 +29,7 @@ def make_originals(folder: Path) -> Path:
     shutil.copyfile(folder / "model.gguf", folder / "packed.gguf")
     _imatrix(folder / "imatrix.gguf")
     _floats(folder)
+    _seldom(folder)
     _gpt_oss(folder / "gpt-oss", folder / "float", len(tokenizer))
     _texts(folder / "texts")
     _seeing(folder / "seeing", tokenizer)
@@ -182,6 +183,27 @@ def _floats(folder: Path) -> None:
         save_file(tensors, file)
     settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
     (folder / "modelopt" / "hf_quant_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def _seldom(folder: Path) -> None:
+    """What other tools store: NF4 of bitsandbytes, NVFP4 and W8A8 of llm-compressor, act-order groups, wide scales."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from quantkit import convert
+
+    convert(folder / "float", folder / "nf4", format="bitsandbytes", scheme="nf4-double")
+    convert(folder / "float", folder / "nvfp4", method="rtn", scheme="nvfp4")
+    convert(folder / "float", folder / "w8a8", method="rtn", activations="int8")
+    convert(folder / "float", folder / "act-order", method="rtn", group_size=32, bits=4)
+    file = folder / "act-order" / "model.safetensors"
+    file.with_name("model.safetensors.index.json").unlink()
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        module = name.removesuffix(".weight_packed")
+        tensors[f"{module}.weight_g_idx"] = (torch.arange(tensors[name].shape[1] * 8) // 32).flip(0).to(torch.int32)
+        tensors[f"{module}.weight_scale"] = tensors[f"{module}.weight_scale"].float()
+    save_file(tensors, file, {"format": "pt"})
 
 
 def _gpt_oss(folder: Path, tokenizer: Path, vocabulary: int) -> None:

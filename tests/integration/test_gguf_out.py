@@ -244,13 +244,18 @@ def test_rules_choose_the_type_of_single_tensors(
         ("*.v_proj=q7_k", "'q7_k' is no block format"),
         ("*.down_proj=q6_k", "rows of 96 are no multiple of 256, a block of Q6_K. Use q8_0 there"),
         ("*.w_proj=q8_0", "matches no module of this model"),
+        (
+            "lm_head=q8_0;embed_tokens=q5_0",
+            "are one matrix .tied.: --rule 'embed_tokens=q5_0' and",
+        ),
+        ("*_proj=keep;embed_tokens=keep", "nothing is left to quantize"),
     ],
 )
 def test_a_rule_that_no_tensor_of_the_file_can_follow_is_refused(
     rule: str, words: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(RequestError, match=words):
-        convert(tiny_model, tmp_path / "out", "q4_0", rules=[rule])
+        convert(tiny_model, tmp_path / "out", "q4_0", rules=rule.split(";"))
     with pytest.raises(RequestError, match="goes with --format gguf"):
         quantkit.convert(tiny_model, tmp_path / "out", method="rtn", rules=["*.v_proj=q6_k"])
     with pytest.raises(RequestError, match="--gguf-type f16 rounds nothing"):
@@ -290,3 +295,15 @@ def test_what_is_written_of_a_family_is_read_back(name: str, tiny_original: Path
     ids = torch.arange(5, 25)[None]
     a, b = (quantkit.load(path, device="cpu", dtype="float32")(ids) for path in (source, tmp_path / "out"))
     assert torch.allclose(a, b, atol=1e-5), float((a - b).abs().max())
+
+
+def test_experts_that_a_rule_and_a_size_would_part_are_refused(tiny_original: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    vocab = json.loads((tiny_original / "config.json").read_text())["vocab_size"]
+    small = dict(hidden_size=64, moe_intermediate_size=64, num_experts=4, head_dim=16, mlp_only_layers=[])
+    tiny_architecture("qwen3_moe", vocab_size=vocab, **small).half().save_pretrained(source)
+    for file in tiny_original.glob("*token*"):
+        shutil.copy(file, source / file.name)
+    rules = ["*.experts.0.gate_proj=q8_0"]
+    with pytest.raises(RequestError, match=r"ffn_gate_exps.weight.*its experts are one tensor, and rules give Q8_0"):
+        quantkit.convert(source, tmp_path / "out", format="gguf", method="rtn", target_bpw=8, rules=rules)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quantkit.convert.gguf.choices import by_tensor
 from quantkit.convert.gguf.types import FALLBACKS, Chosen
 from quantkit.convert.options.rules import Problem, Rule
 from quantkit.core.blocks import KINDS
+from quantkit.errors import RequestError
 from quantkit.model.weights import Weights
 
 
@@ -24,6 +25,20 @@ def by_rule(rule: Rule, shape: tuple[int, ...]) -> Chosen | str:
     other = FALLBACKS.get(rule.block, "keep")
     instead = "keep" if other == "keep" or shape[-1] % KINDS[other].width else other
     return f"rows of {shape[-1]} are no multiple of {width}, a block of {rule.block}. Use {instead.lower()} there."
+
+
+def one_rule(names: Sequence[str], taken: Mapping[str, Rule]) -> Rule | None:
+    """Return the rule that takes a tensor, None if none does.
+
+    names: by which rules may refer to it; a tied matrix has two. taken: rules by name.
+
+    Raises RequestError if they have rules that differ.
+    """
+    rules = {(rule.keep, rule.block): rule for name in names if (rule := taken.get(name)) is not None}
+    if len(rules) > 1:
+        texts = " and ".join(f"--rule {rule.text!r}" for rule in rules.values())
+        raise RequestError(f"{' and '.join(names)} are one matrix (tied): {texts} contradict each other. Drop one.")
+    return next(iter(rules.values()), None)
 
 
 def split_experts(weights: Weights, formats: Mapping[str, str]) -> list[Problem]:

@@ -17,12 +17,12 @@ def ahead(work: Callable[[T], R], items: Iterable[T], threads: int = 2) -> Itera
     """Yield ``work(item)`` for each item in order, the next ones begun in other threads meanwhile.
 
     work: mostly waits, or computes where Python's lock is free: reading, hashing, torch. items: what it is given.
-    threads: how many results are in the making, or wait to be taken. In a process that torch has one thread in, nothing
-    runs beside.
+    threads: how many results are in the making, or wait to be taken. With 0, and in a process that torch has one thread
+    in, nothing runs beside.
 
     Raises what ``work`` raised, in its turn; what is under way ends before that, what has not begun never does.
     """
-    if torch.get_num_threads() == 1:
+    if not threads or torch.get_num_threads() == 1:
         yield from map(work, items)
         return
     waiting = deque[Future[R]]()

@@ -46,7 +46,7 @@ class CastLoss:
 
 def verify_folder(
     folder: Path, digests: dict[str, str], entries: dict[str, WrittenTensor], cast: CastLoss | None = None,
-    digest_of: Callable[[QuantTensor | BlockTensor], str] = decision_sha256,
+    digest_of: Callable[[QuantTensor | BlockTensor], str] = decision_sha256, threads: int = 0,
 ) -> int:  # fmt: skip
     """Read every tensor of a folder and decode every module; return how many tensors were compared.
 
@@ -54,7 +54,7 @@ def verify_folder(
     digests: by module name.
     entries: stored name -> checksum of the tensor that was given to the writer.
     cast: collects the error of bfloat16 scales; None to skip it.
-    digest_of: what made the digests.
+    digest_of: what made the digests. threads: how many modules are read beside the one that is looked at.
 
     Raises CheckpointError, naming the tensor, for any difference.
     """
@@ -67,7 +67,7 @@ def verify_folder(
         q = reader.module(name)
         return name, q, digest_of(q)
 
-    for name, q, digest in ahead(read, digests):
+    for name, q, digest in ahead(read, digests, threads):
         if digest != digests[name]:
             raise CheckpointError(
                 f"{folder.name}: {name} reads back different from what was quantized: the disk or a codec is at fault."

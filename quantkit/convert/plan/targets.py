@@ -15,7 +15,7 @@ from torch import nn
 from quantkit.convert.gguf.names import gguf_chooser, gguf_notes
 from quantkit.convert.gguf.types import FLOATS, alike
 from quantkit.convert.gguf.weighing import check_importance
-from quantkit.convert.options.gguf_rules import by_rule, split_experts
+from quantkit.convert.options.gguf_rules import by_rule, one_rule, split_experts
 from quantkit.convert.options.options import ConvertOptions
 from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
 from quantkit.convert.plan.mtp_layers import mtp_linears
@@ -152,7 +152,7 @@ def _block_formats(options: ConvertOptions, mix: str, blocks: Blocks, weights: W
     choice = choose_schemes(rules, options.base_scheme, [stored for stored, _ in linears.values()], known)
     targets, problems = Targets(warnings=gguf_notes(weights.model)), list(choice.problems)
     for module, stored, shape, kind, names in wanted:
-        rule = next((choice.taken[name] for name in names if name in choice.taken), None)
+        rule = one_rule(names, choice.taken)
         chosen = choose(stored, shape) if rule is None else by_rule(rule, shape)
         if isinstance(chosen, str):
             problems.append(Problem(stored, chosen))
@@ -169,7 +169,11 @@ def _block_formats(options: ConvertOptions, mix: str, blocks: Blocks, weights: W
         )
         if options.allocates and rule is None:
             targets.free.append(module)
+    if rules and not targets.chosen and not problems:
+        raise RequestError("the rules leave every weight at 16 bit: nothing is left to quantize. Drop one of them.")
     formats = {target.name: str(target.blocks) for target in targets.chosen.values()}
+    if options.allocates:  # their formats are still to be chosen
+        formats |= {targets.chosen[module].name: "what the size allows" for module in targets.free}
     problems += split_experts(weights, formats | dict.fromkeys(targets.kept, "F16"))
     targets.problems += collapse(problems)
     if options.imatrix is not None:

@@ -72,7 +72,8 @@ def widened(schemes: Mapping[str, Scheme], kinds: Mapping[str, str], rounding: b
     wide = Counter(kind for name, kind in kinds.items() if KINDS[kind].bits > schemes[name].bits)
     if not wide:
         return []
-    of_minima = any(schemes[name].bits in WITH_MINIMA and not schemes[name].symmetric for name in kinds)
+    held = [schemes[name] for name, kind in kinds.items() if KINDS[kind].bits > schemes[name].bits]
+    of_minima = any(scheme.bits in WITH_MINIMA and not scheme.symmetric for scheme in held)
     smaller = "; --allow-rounding rounds their minima to float16 and takes the smaller Q4_1, Q5_1" if of_minima else ""
     counted = kinds_in_words(wide)
     return [f"{counted}: blocks that hold those codes exactly have more bits{'' if rounding else smaller}"]

@@ -108,7 +108,9 @@ def _assemble(
     except UnsupportedModel as error:  # repacking needs no structure: models that quantkit cannot run are repacked too
         report.warnings.append(f"which engines load it is not known: {error}")
     verifying()
-    report.verified_tensors = verify_folder(writer.folder, decisions, writer.entries, digest_of=packed_sha256)
+    report.verified_tensors = verify_folder(
+        writer.folder, decisions, writer.entries, digest_of=packed_sha256, threads=2
+    )
     report.verified_tensors += verify_kv(writer.folder, kv)
 
 

@@ -7,6 +7,10 @@ and ``x ~ e4m3(x / scale) * scale``. A token of zeros has the smallest scale, ``
 ``nvfp4``: for 16 inputs of a token ``scale = e4m3(m / 6 * input_global_scale)`` and
 ``x ~ e2m1(x * input_global_scale / scale) * scale / input_global_scale``, where the global scale is the model's, fixed
 by calibration (vLLM: csrc/quantization/fp4/nvfp4_quant_kernels.cu).
+
+``mxfp4``: for 32 inputs of a token ``x ~ e2m1(x / scale) * scale``, ``scale = 2**(floor(log2 p) - 2)``, where p is m
+rounded to two bits of mantissa: m from 1.75 of a power of two on belongs to the next one, which cuts nothing
+(compressed-tensors 0.20, quantization/utils/mxfp_utils.py, round_to_power_2 and generate_mx_scales).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.core.rounding.numbers import LARGEST_E2M1, LARGEST_E4M3, round_e2m1, round_e4m3
+from quantkit.core.rounding.numbers import LARGEST_E2M1, LARGEST_E4M3, power_of_two, round_e2m1, round_e4m3
 from quantkit.core.rounding.scales import LEAST_E4M3
 from quantkit.core.scheme import Scheme
 
@@ -39,6 +43,15 @@ def round_nvfp4(x: Tensor, global_scale: float) -> Tensor:
     return _whole(round_e2m1(parts / scale).mul_(scale), x)
 
 
+def round_mxfp4(x: Tensor) -> Tensor:
+    """Round x ``[..., in]`` to E2M1 numbers with a power of two for 32 inputs, and return it in ``x.dtype``."""
+    parts = _groups(x, 32)
+    most = parts.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(most)  # most = mantissa * 2**exponent, mantissa from 0.5 on
+    scale = power_of_two(exponent - 3 + (mantissa >= 0.875).to(torch.int32))
+    return _whole(round_e2m1(parts / scale).mul_(scale), x)
+
+
 def round_for(x: Tensor, scheme: Scheme) -> Tensor:
     """Round x ``[..., in]`` as a weight of this scheme wants its inputs; x itself where they stay as they are."""
     if scheme.activations == "fp8":
@@ -46,6 +59,8 @@ def round_for(x: Tensor, scheme: Scheme) -> Tensor:
     if scheme.activations == "nvfp4":
         assert scheme.input_global_scale is not None
         return round_nvfp4(x, scheme.input_global_scale)
+    if scheme.activations == "mxfp4":
+        return round_mxfp4(x)
     return x
 
 

@@ -187,6 +187,8 @@ def activations_json(scheme: Scheme) -> dict[str, Any] | None:
         return None
     if scheme.activations == "nvfp4":
         return {**weights_json(scheme), "dynamic": "local", "observer": "static_minmax"}
+    if scheme.activations == "mxfp4":
+        return {**weights_json(scheme), "dynamic": True}
     block = scheme.rows not in (1, None)
     return {
         **_ARGS, "strategy": "group" if block else "token", "group_size": BLOCK if block else None, "dynamic": True,
@@ -245,13 +247,13 @@ def _with_activations(
     scheme = scheme if dtype is None else replace(scheme, scale_dtype=dtype)
     if not activations or (scheme.number == "fp8" and not activations.get("dynamic")):  # static: ``load`` tells of it
         return scheme
-    kind = {"fp8": "fp8", "nvfp4": "nvfp4"}.get(scheme.number)
-    wanted = None if kind is None else activations_json(replace(scheme, activations=kind))
+    kind = scheme.number  # beside each of the three only its own
+    wanted = activations_json(replace(scheme, activations=kind)) or {}
     keys = ("num_bits", "type", "symmetric", "strategy", "dynamic")
-    if wanted is None or any(activations.get(key) != wanted[key] for key in keys):
+    if any(activations.get(key) != wanted[key] for key in keys):
         words = ", ".join(f"{key} {activations.get(key)!r}" for key in keys)
         raise CheckpointError(
             f"{module}: activations with {words} beside {scheme.describe()} are not run here; fp8 rounded per token"
-            " (beside blocks per 128 inputs) and nvfp4 with local scales are."
+            " (beside blocks per 128 inputs), nvfp4 with local scales and dynamic mxfp4 are."
         )
     return replace(scheme, activations=kind)
