@@ -34,6 +34,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True, decoder_sparse_step=1,
         mlp_only_layers=[],
     )),
+    "phi3": ("phi3", dict(original_max_position_embeddings=512)),
+    "granite": ("granite", dict(
+        attention_multiplier=0.125, embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=2.0,
+    )),
+    "olmo2": ("olmo2", dict(tie_word_embeddings=False)),
+    "gpt-oss": ("gpt_oss", dict(
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=128, tie_word_embeddings=False,
+        layer_types=["sliding_attention", "full_attention"], intermediate_size=256,
+        rope_parameters=dict(rope_type="default", rope_theta=150000.0),
+    )),
 }  # fmt: skip
 SPREAD = 0.1  # standard deviation of every matrix
 SENTENCES = [

@@ -43,8 +43,16 @@ def imatrix(source: str | Path, out: str | Path, listen: Listener, **options: An
     """
     if options.get("calibration") == "self":
         raise RequestError("--calibration self: text that a model writes has not landed for imatrix. Name a text.")
+    if Path(out).exists():
+        raise RequestError(f"{out}: exists already. Choose another -o, or remove it first.")
     given = {"format": "gguf", "gguf_type": TYPE, "method": "kquant", **options}
-    plan = make_plan(resolve_options(source, out, None, given), as_original(open_source(source)))
+    original = as_original(open_source(source))
+    if original.quantization() is not None:
+        raise RequestError(
+            f"{source}: is quantized to integers; an importance matrix is the original's. Give that, or the dense"
+            " checkpoint that `quantkit convert --dequantize` makes."
+        )
+    plan = make_plan(resolve_options(source, out, None, given), original)
     plan.raise_problems()
     windows = plan.inputs.calibration
     assert windows is not None

@@ -67,7 +67,7 @@ GGUF = ["--format", "gguf", "--gguf-type"]
         ([*GGUF, "q4_0", "--preset", "best"], 2, ["preset best", "--preset balanced"]),
         ([*GGUF, "q4_0", "--bits", "4"], 2, ["--bits", "no effect", "--gguf-type q4_0 decides it"]),
         ([*GGUF, "q4_0", "--kv-bits", "8"], 2, ["--kv-bits", "--cache-type-k"]),
-        ([*GGUF, "q4_0", "--rule", "*=bits:8"], 2, ["--rule", "block formats"]),
+        ([*GGUF, "q4_0", "--rule", "*=bits:8"], 2, ["--rule", "block format"]),
         ([*GGUF, "q4_0", "--target-bpw", "5"], 2, ["--target-bpw", "decides which type"]),
         ([*GGUF, "q4_0", "--distil", "8"], 2, ["--distil", "integer schemes"]),
         ([*GGUF, "f16", "--method", "gptq"], 2, ["--method gptq has no effect", "rounds to no codes"]),

@@ -24,7 +24,8 @@ from quantkit.checkpoint.gguf_files.vocabulary import rebuild
 from quantkit.checkpoint.source import FolderSource
 from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.cli.main import cli
-from quantkit.errors import RequestError, UnsupportedModel
+from quantkit.convert.imatrix import imatrix
+from quantkit.errors import RequestError, SourceError, UnsupportedModel
 
 
 def convert(model: Path, out: Path, mix: str, **options: Any) -> Any:
@@ -119,6 +120,14 @@ def test_an_importance_matrix_stands_for_the_text(tiny_model: Path, calibration_
     assert made.exit_code == 0, made.output
     assert json.loads(made.stdout)["entries"] == 3 * 7
     entry = read_imatrix(tmp_path / "im.gguf")["blk.2.ffn_down.weight"]
+    with pytest.raises(RequestError, match=r"exists already. Choose another -o, or remove it"):
+        imatrix(tiny_model, tmp_path / "im.gguf", lambda progress: None)
+    quantkit.convert(tiny_model, tmp_path / "w4", method="rtn")
+    with pytest.raises(RequestError, match=r"an importance matrix is the original's.*--dequantize"):
+        imatrix(tmp_path / "w4", tmp_path / "other.gguf", lambda progress: None)
+    (tmp_path / "old.dat").write_bytes(b"\x02\0\0\0" * 8)
+    with pytest.raises(SourceError, match="old importance matrices"):
+        read_imatrix(tmp_path / "old.dat")
     assert (tuple(entry.sums.shape), entry.counts.tolist()) == ((1, 96), [256.0])
     report = convert(tiny_model, tmp_path / "out", "q4_0", imatrix=tmp_path / "im.gguf")
     assert report.method == "kquant"
@@ -281,7 +290,11 @@ def test_a_type_and_a_size_contradict_each_other(tiny_model: Path, tmp_path: Pat
 
 
 # what llama.cpp's graphs of these types take for granted: no window, Gemma's order of windows
-USUAL = {"mistral": dict(sliding_window=None), "gemma3_text": dict(layer_types=["sliding_attention"] * 3)}
+USUAL = {
+    "mistral": dict(sliding_window=None),
+    "olmo2": dict(tie_word_embeddings=False),
+    "gemma3_text": dict(layer_types=["sliding_attention"] * 3),
+}
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "granite", "olmo2"])

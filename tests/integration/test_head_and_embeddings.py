@@ -120,7 +120,13 @@ def test_transformers_reads_quantized_heads_and_embeddings(
 
 @pytest.mark.parametrize(
     ("rules", "symmetric"),
-    [(["*.down_proj=bits:8"], False), (["*.down_proj=sym"], False), (["model.embed_tokens=bits:8"], True)],
+    [
+        (["*.down_proj=bits:8"], False),
+        (["*.down_proj=sym"], False),
+        (["model.embed_tokens=bits:8"], True),
+        (["*.down_proj=group:48"], False),
+        (["*.down_proj=group:16"], False),
+    ],
 )
 def test_what_transformers_would_read_wrong_it_refuses_aloud(
     rules: list[str], symmetric: bool, untied_model: Path, tmp_path: Path

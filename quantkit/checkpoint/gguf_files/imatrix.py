@@ -54,7 +54,15 @@ def read_imatrix(path: Path) -> dict[str, Importance]:
 
     Raises SourceError, naming the file and the entry, for one that is damaged, or none at all.
     """
-    header = read_header(path)
+    try:
+        header = read_header(path)
+    except SourceError as error:
+        if path.suffix != ".dat":
+            raise
+        raise SourceError(
+            f"{path}: no GGUF file. llama.cpp's old importance matrices (.dat) are not read: `quantkit imatrix` makes"
+            " one in GGUF, and so does today's llama-imatrix."
+        ) from error
     kind = header.metadata.get("general.type")
     if kind != "imatrix":
         raise SourceError(f"{path}: general.type is {shown(kind)}: not an importance matrix. {AGAIN}")

@@ -18,6 +18,7 @@ from quantkit.errors import UnsupportedModel
 
 Field = tuple[str, Any]  # GGUF's type (UINT32, FLOAT32, BOOL, STRING, ARRAY), value
 ROPE_FREQS, FACTORS_LONG, FACTORS_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+UNTIED = ("olmo2", "gpt_oss")  # llama.cpp run: "tensor 'output.weight' not found"; read in its source for gpt-oss
 ACTIVATIONS = {"gemma3_text": ("gelu_pytorch_tanh",)}  # all others: silu
 
 # What llama.cpp's graph of gpt-oss takes for granted.
@@ -79,6 +80,11 @@ def _refuse(config: Mapping[str, Any], kind: str) -> None:
         )
     if kind == "gpt_oss":
         _check_gpt_oss(config)
+    if kind in UNTIED and config.get("tie_word_embeddings"):
+        raise UnsupportedModel(
+            f"{kind} whose head is its embedding has no GGUF form: llama.cpp asks for an output.weight. Use another"
+            " --format."
+        )
     if config.get("attn_logit_softcapping"):
         raise UnsupportedModel(f"{kind} with capped attention logits has no GGUF form. Use another --format.")
 

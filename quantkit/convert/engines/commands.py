@@ -26,7 +26,9 @@ def lmdeploy(c: Checkpoint) -> str:
 def transformers(c: Checkpoint) -> str:
     """Return the call in Python."""
     ours = "import quantkit.hf; " if c.format == NATIVE else ""
-    return f"{ours}transformers.{c.auto_class}.from_pretrained({c.folder!r})"
+    fours = any(scheme.number in ("nvfp4", "mxfp4") for scheme in c.schemes())  # it decodes those to bfloat16
+    dtype = ", dtype='bfloat16'" if fours else ""
+    return f"{ours}transformers.{c.auto_class}.from_pretrained({c.folder!r}{dtype})"
 
 
 def gptqmodel(c: Checkpoint) -> str:

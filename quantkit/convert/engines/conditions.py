@@ -129,14 +129,23 @@ def transformers_mixed(c: Checkpoint) -> str | None:
     """Object to mixed schemes and zero points together (``formats/compressed_tensors.py``).
 
     Its dense loading knows one scheme, its compressed loading no zero points. Run: zero points of a few weights in
-    smaller groups than most have fail ("size of tensor a must match"), in larger ones or in whole rows they load
+    other groups than most have fail ("size of tensor a must match"); only whole rows load beside groups
     (eval/readers/matrix.toml, ct-mixed-*; tests/integration/test_head_and_embeddings.py).
     """
     if len({(scheme.bits, scheme.symmetric, scheme.activations) for scheme in c.schemes()}) == 1:
         sizes = Counter(w.scheme.group_size for w in c.linears if not w.scheme.symmetric and w.scheme.group_size)
         usual = max(sizes, key=lambda size: sizes[size], default=0)
-        small = min(sizes, default=0)
-        return f"zero points in groups of {small}, where most have {usual}." if small < usual else None
+        odd = first(
+            c,
+            lambda w: w.kind == "linear" and not w.scheme.symmetric and w.scheme.group_size not in (None, usual)
+            and w.in_features > (w.scheme.group_size or 0),
+        )  # fmt: skip
+        if odd is None:
+            return None
+        return (
+            f"{odd.name} has zero points in groups of {odd.scheme.group_size}, where most have {usual}: it reads one"
+            " size. --group-size with one that divides every width, or --sym, loads there."
+        )
     weight = first(c, lambda w: not w.scheme.symmetric or w.kind == "embedding")
     if weight is None:
         return None

@@ -43,7 +43,7 @@ def rows() -> list[Stored]:
         Stored("2, 3 bits sym or asym", _made(Scheme(3, 128, symmetric=False))),
         Stored("5 bits asym", _made(Scheme(5, 128, symmetric=False))),
         Stored("6, 7 bits", _made(Scheme(6, 128))),
-        Stored("groups that 32 does not divide, or short last groups", _made(Scheme(4, 40))),
+        Stored("groups that 32 does not divide", _made(Scheme(4, 40))),
         Stored("scales in bfloat16 that float16 does not hold", _extreme()),
         Stored("8 bits with int8 activations", _made(Scheme(8, None, activations="int8"))),
         Stored("Q4_0 of GGUF", _blocks("Q4_0")),
