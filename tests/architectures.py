@@ -6,6 +6,9 @@ Use them by ``from architectures import ...``.
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,3 +81,12 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
             # the usual initialisation (0.02) gives logits that are nearly equal; norms stay near their own start
             parameter.copy_(noise * 0.15 if parameter.dim() > 1 else parameter + 0.1 * noise)
     return model
+
+
+def with_tokenizer_of(folder: Path, name: str, out: Path, **changes: Any) -> Path:
+    """Write a tiny float16 model beside the tokenizer of a model folder, with its vocabulary; return ``out``."""
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tiny_model(name, vocab_size=vocabulary, **changes).half().save_pretrained(out)
+    for file in folder.glob("*token*"):
+        shutil.copy(file, out / file.name)
+    return out

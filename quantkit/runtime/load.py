@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import nn
 
 from quantkit.checkpoint.open import open_source
 from quantkit.checkpoint.source import Source
-from quantkit.core.host import choose_device
+from quantkit.core.host import available_bytes, choose_device
 from quantkit.core.interrupt import interruptible
 from quantkit.core.kvscheme import KVScales
 from quantkit.core.precision import cpu_has_bfloat16
@@ -20,6 +22,7 @@ from quantkit.formats.kv_scales import read_kv_plan
 from quantkit.formats.reader import QuantizedReader
 from quantkit.model.end_tokens import end_tokens
 from quantkit.model.skeleton import build_skeleton
+from quantkit.runtime.decode.cpu_step import proved
 from quantkit.runtime.images.processor import load_processor
 from quantkit.runtime.kernels.numba import threads
 from quantkit.runtime.kv_cache.choose import kv_plan, tell_of_foreign_scales
@@ -32,6 +35,7 @@ from quantkit.runtime.model import Model
 
 __all__ = ["Model", "load"]
 
+SHARE = 0.5  # of the memory that is free: a dense model that needs more of it in float32 stays in bf16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -73,7 +77,8 @@ def load(
     stored = read_kv_plan(source.path) if source.path.is_dir() else None
     plan = kv_plan(stored, kv_bits, kv_scales)
     reader = QuantizedReader(source)
-    number = choose_dtype(dtype, where, compiled=bool(reader.modules) and not dequantize and kernel in (None, "numba"))
+    compiled = not dequantize and kernel in (None, "numba") and _runs_compiled(source, reader, where, dtype)
+    number = choose_dtype(dtype, where, compiled=compiled)
     tell_of_foreign_scales(reader, plan, stored)
     module = build_skeleton(source.config, number)
     if keep_dense and head_bits in (None, 16) and not reader.modules:
@@ -86,6 +91,21 @@ def load(
         module, source.config, device=where, dtype=number, read_tokenizer=partial(_tokenizer, source),
         read_processor=partial(load_processor, source), path=source.path, end_tokens=ends, kv_plan=plan, graphs=graphs,
     )  # fmt: skip
+
+
+def _runs_compiled(source: Source, reader: QuantizedReader, device: torch.device, dtype: str | torch.dtype) -> bool:
+    """Tell whether compiled code will run a model: packed weights, or dense ones by the compiled step.
+
+    Of dense ones that counts on a CPU that multiplies bf16, if they take at most SHARE of the free memory in float32: it
+    then decodes several times as fast as in bf16 by the transformers definition, and reads prompts slower
+    (docs/cpu.md).
+    """
+    if reader.modules:
+        return True
+    if dtype != "auto" or device.type != "cpu" or not cpu_has_bfloat16() or not threads.available():
+        return False
+    weights = sum(prod(source.info(name).shape) for name in source.names())
+    return 4 * weights <= SHARE * available_bytes() and proved(json.dumps(dict(source.config), sort_keys=True))
 
 
 def _check_options(
@@ -147,12 +167,12 @@ def _keep_dense(module: nn.Module, dtype: torch.dtype) -> None:
 def choose_dtype(dtype: str | torch.dtype, device: torch.device, *, compiled: bool = False) -> torch.dtype:
     """Resolve "auto": bf16 on a GPU and where a processor multiplies it (AVX512-BF16, AMX), else float32.
 
-    Packed weights take float32 on every CPU that has the compiled kernels and the compiled step, which run in it: bf16
-    is decoded by the transformers definition, many times slower (docs/cpu.md).
+    Where the compiled kernels or the compiled step will run, it is float32, which they compute in: bf16 is decoded by
+    the transformers definition, many times slower (docs/cpu.md).
 
     dtype: as it was asked for.
     device: where the model will run.
-    compiled: whether compiled kernels will run its weights.
+    compiled: whether compiled kernels will run its weights, or the compiled step will.
 
     Raises RequestError for an unknown dtype, and for float16 on a CPU: it overflows at 65504, and no CPU kernel is
     faster for it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from architectures import tiny_model as tiny_architecture
+from architectures import with_tokenizer_of
 from click.testing import CliRunner
 
 import quantkit
@@ -299,11 +298,7 @@ USUAL = {
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "granite", "olmo2"])
 def test_what_is_written_of_a_family_is_read_back(name: str, tiny_original: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    vocab = json.loads((tiny_original / "config.json").read_text())["vocab_size"]
-    tiny_architecture(name, vocab_size=vocab, **USUAL.get(name, {})).half().save_pretrained(source)
-    for file in tiny_original.glob("*token*"):
-        shutil.copy(file, source / file.name)
+    source = with_tokenizer_of(tiny_original, name, tmp_path / "source", **USUAL.get(name, {}))
     convert(source, tmp_path / "out", "f32")
     ids = torch.arange(5, 25)[None]
     a, b = (quantkit.load(path, device="cpu", dtype="float32")(ids) for path in (source, tmp_path / "out"))
@@ -311,12 +306,8 @@ def test_what_is_written_of_a_family_is_read_back(name: str, tiny_original: Path
 
 
 def test_experts_that_a_rule_and_a_size_would_part_are_refused(tiny_original: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    vocab = json.loads((tiny_original / "config.json").read_text())["vocab_size"]
     small = dict(hidden_size=64, moe_intermediate_size=64, num_experts=4, head_dim=16, mlp_only_layers=[])
-    tiny_architecture("qwen3_moe", vocab_size=vocab, **small).half().save_pretrained(source)
-    for file in tiny_original.glob("*token*"):
-        shutil.copy(file, source / file.name)
+    source = with_tokenizer_of(tiny_original, "qwen3_moe", tmp_path / "source", **small)
     rules = ["*.experts.0.gate_proj=q8_0"]
     with pytest.raises(RequestError, match=r"ffn_gate_exps.weight.*its experts are one tensor, and rules give Q8_0"):
         quantkit.convert(source, tmp_path / "out", format="gguf", method="rtn", target_bpw=8, rules=rules)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from architectures import tiny_model as tiny_architecture
+from architectures import with_tokenizer_of
 from click.testing import CliRunner
 from english import with_tokenizer_of_english
 
@@ -222,12 +221,8 @@ def test_the_command_line_repacks_both_ways(q4_0: Path, tmp_path: Path) -> None:
 
 
 def test_experts_of_different_schemes_are_no_tensor_of_a_file(tiny_original: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    vocab = json.loads((tiny_original / "config.json").read_text())["vocab_size"]
     small = dict(hidden_size=64, moe_intermediate_size=64, num_experts=4, head_dim=16, mlp_only_layers=[])
-    tiny_architecture("qwen3_moe", vocab_size=vocab, **small).half().save_pretrained(source)
-    for file in tiny_original.glob("*token*"):
-        shutil.copy(file, source / file.name)
+    source = with_tokenizer_of(tiny_original, "qwen3_moe", tmp_path / "source", **small)
     rules = ["*.experts.1.up_proj=bits:8", "*.experts.1.gate_proj=bits:8"]
     given = dict(bits=4, group_size=32, symmetric=True, rules=rules, format="native", **RTN)
     qk.convert(source, tmp_path / "mixed", **given)

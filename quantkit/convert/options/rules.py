@@ -175,6 +175,17 @@ class Problem(NamedTuple):
     reason: str
 
 
+def collapse(problems: Sequence[Problem]) -> list[str]:
+    """Turn problems into lines; many layers with one reason share a line that counts them."""
+    by_reason: dict[str, list[str]] = {}
+    for subject, reason in problems:
+        by_reason.setdefault(reason, []).append(subject)
+    return [
+        f"{subjects[0]}{f' and {len(subjects) - 1} more' if len(subjects) > 1 else ''}: {reason}"
+        for reason, subjects in by_reason.items()
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The schemes that rules give to the modules of a model.

@@ -17,7 +17,7 @@ from quantkit.convert.gguf.types import FLOATS, alike
 from quantkit.convert.gguf.weighing import check_importance
 from quantkit.convert.options.gguf_rules import by_rule, one_rule, split_experts
 from quantkit.convert.options.options import ConvertOptions
-from quantkit.convert.options.rules import Choice, Problem, choose_schemes, parse_rules, split_fused
+from quantkit.convert.options.rules import Choice, Problem, choose_schemes, collapse, parse_rules, split_fused
 from quantkit.convert.plan.mtp_layers import mtp_linears
 from quantkit.core.scheme import OF_BITSANDBYTES, Scheme
 from quantkit.errors import RequestError
@@ -387,17 +387,6 @@ def _say_split(form: Format, schemes: Any, targets: Targets) -> None:
             targets.warnings.append(f"{sentence} (quantkit's own format and engine take them as they are)")
         else:
             targets.problems.append(sentence)
-
-
-def collapse(problems: Sequence[Problem]) -> list[str]:
-    """Turn problems into lines; many layers with one reason share a line that counts them."""
-    by_reason: dict[str, list[str]] = {}
-    for subject, reason in problems:
-        by_reason.setdefault(reason, []).append(subject)
-    return [
-        f"{subjects[0]}{f' and {len(subjects) - 1} more' if len(subjects) > 1 else ''}: {reason}"
-        for reason, subjects in by_reason.items()
-    ]
 
 
 def second_copy(weights: Weights, target: Target) -> str | None:

@@ -14,9 +14,8 @@ from quantkit.checkpoint.tokenizer import load_tokenizer
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.convert.gguf.names import check_gguf_vocabulary, config_of
 from quantkit.convert.gguf.types import kinds_in_words
-from quantkit.convert.options.rules import Problem
+from quantkit.convert.options.rules import Problem, collapse
 from quantkit.convert.output.gguf_file import OneFile, Rounded, write_one
-from quantkit.convert.plan.targets import collapse
 from quantkit.core.blocks import KINDS
 from quantkit.core.scheme import Scheme
 from quantkit.formats.ggml.codes import WITH_MINIMA

@@ -12,10 +12,9 @@ from quantkit.checkpoint.foreign_files.fields import read_json
 from quantkit.checkpoint.source import Source
 from quantkit.checkpoint.writer import check_output
 from quantkit.convert.options.kv_request import label_words
-from quantkit.convert.options.rules import Problem
+from quantkit.convert.options.rules import Problem, collapse
 from quantkit.convert.plan.paths import lacks_room
 from quantkit.convert.plan.plan import cache_elsewhere, refuse_same_place
-from quantkit.convert.plan.targets import collapse
 from quantkit.convert.repack.checks import refuse_contradictions
 from quantkit.convert.repack.fit import fit, written_scheme
 from quantkit.convert.repack.gguf_out import GGUFNames

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.convert.options.rules import Problem
-from quantkit.convert.plan.targets import collapse
+from quantkit.convert.options.rules import Problem, collapse
 
 
 def test_layers_with_one_reason_are_one_line_and_colons_decide_nothing() -> None:

@@ -239,6 +239,28 @@ def test_the_default_dtype_of_a_cpu_is_that_of_its_fastest_path(
     assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("has", "free", "options", "expected"),
+    [
+        (True, 1 << 40, {}, torch.float32),  # the compiled step runs it, and there is room
+        (True, 1 << 10, {}, torch.bfloat16),
+        (True, 1 << 40, {"dequantize": True}, torch.bfloat16),  # an evaluation, which decodes nothing
+        (True, 1 << 40, {"dtype": "bfloat16"}, torch.bfloat16),
+        (False, 1 << 40, {}, torch.bfloat16),
+    ],
+    ids=["room", "no room", "dequantize", "asked for", "no step"],
+)
+def test_a_dense_model_is_float32_where_the_compiled_step_runs_it(
+    has: bool, free: int, options: dict[str, Any], expected: torch.dtype, float_folder: Folder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("quantkit.runtime.load.cpu_has_bfloat16", lambda: True)
+    monkeypatch.setattr("quantkit.runtime.load.threads.available", lambda: True)
+    monkeypatch.setattr("quantkit.runtime.load.available_bytes", lambda: free)
+    monkeypatch.setattr("quantkit.runtime.load.proved", lambda config: has)
+    assert load(float_folder("llama"), device="cpu", **options).dtype == expected
+
+
 @pytest.mark.parametrize("kernel", [None, "reference"])
 def test_a_loaded_model_holds_no_open_files_but_those_of_head_and_embedding(
     packed_folder: Folder, kernel: str | None
