@@ -77,13 +77,13 @@ def load(
     stored = read_kv_plan(source.path) if source.path.is_dir() else None
     plan = kv_plan(stored, kv_bits, kv_scales)
     reader = QuantizedReader(source)
-    compiled = not dequantize and kernel in (None, "numba") and _runs_compiled(source, reader, where, dtype)
-    number = choose_dtype(dtype, where, compiled=compiled)
+    usual = not dequantize and kernel in (None, "numba")
+    number = choose_dtype(dtype, where, compiled=usual and _runs_compiled(source, reader, where, dtype))
     tell_of_foreign_scales(reader, plan, stored)
     module = build_skeleton(source.config, number)
     if keep_dense and head_bits in (None, 16) and not reader.modules:
         raise RequestError(
-            f"keep_dense (--keep-dense) has no effect: no weight of {source.path} is quantized. Leave it out."
+            f"keep_dense (--keep-dense) has no effect: no weight of {source.path} is quantized. Drop it."
         )
     fill(module, source, reader, device=where, dtype=number, dequantize=dequantize, kernel=kernel)
     _finish_layers(module, reader, where, number, dequantize, kernel, head_bits, keep_dense)
@@ -96,7 +96,7 @@ def load(
 def _runs_compiled(source: Source, reader: QuantizedReader, device: torch.device, dtype: str | torch.dtype) -> bool:
     """Tell whether compiled code will run a model: packed weights, or dense ones by the compiled step.
 
-    Of dense ones that counts on a CPU that multiplies bf16, if they take at most SHARE of the free memory in float32: it
+    Dense ones count on a CPU that multiplies bf16, if they take at most SHARE of the free memory in float32: the model
     then decodes several times as fast as in bf16 by the transformers definition, and reads prompts slower
     (docs/cpu.md).
     """
