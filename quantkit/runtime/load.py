@@ -58,8 +58,7 @@ def load(
     ref: named model, folder, GGUF file, or a source that is open already.
     device: "auto" (a GPU if there is one), "cpu", "cuda".
     dtype: of activations and dense weights: "auto", "float32", "bfloat16", "float16" (never on a CPU).
-    kv_bits: None for what the checkpoint was calibrated for (16 if it was not), or 16, 8, 4, 3, 2, "fp8", or keys and
-        values apart: "k4v2".
+    kv_bits: 16, 8, 4, 3, 2, "fp8", or "k4v2" (keys and values apart); None for what the checkpoint says, else 16.
     kv_scales: "online", or "static" (which ``convert`` calibrates); None for those of the checkpoint, else online.
     dequantize: hold quantized weights as floats (for evaluation).
     kernel: None for the measured choice, or a name from ``runtime.layers.linear.KERNELS`` for every layer.
