@@ -244,11 +244,12 @@ def test_the_default_dtype_of_a_cpu_is_that_of_its_fastest_path(
     [
         (True, 1 << 40, {}, torch.float32),  # the compiled step runs it, and there is room
         (True, 1 << 10, {}, torch.bfloat16),
+        (True, 0, {}, torch.bfloat16),
         (True, 1 << 40, {"dequantize": True}, torch.bfloat16),  # an evaluation, which decodes nothing
         (True, 1 << 40, {"dtype": "bfloat16"}, torch.bfloat16),
         (False, 1 << 40, {}, torch.bfloat16),
     ],
-    ids=["room", "no room", "dequantize", "asked for", "no step"],
+    ids=["room", "no room", "too many weights", "dequantize", "asked for", "no step"],
 )
 def test_a_dense_model_is_float32_where_the_compiled_step_runs_it(
     has: bool, free: int, options: dict[str, Any], expected: torch.dtype, float_folder: Folder,
@@ -256,7 +257,8 @@ def test_a_dense_model_is_float32_where_the_compiled_step_runs_it(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("quantkit.runtime.load.cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr("quantkit.runtime.load.threads.available", lambda: True)
-    monkeypatch.setattr("quantkit.runtime.load.available_bytes", lambda: free)
+    monkeypatch.setattr("quantkit.runtime.load.available_bytes", lambda: free or 1 << 40)
+    monkeypatch.setattr("quantkit.runtime.load.MOST_WEIGHTS", 10**9 if free else 10)
     monkeypatch.setattr("quantkit.runtime.load.proved", lambda config: has)
     assert load(float_folder("llama"), device="cpu", **options).dtype == expected
 
