@@ -8,6 +8,7 @@ import torch
 
 from quantkit.runtime.kernels.numba import threads
 
+FASTER = "--dtype float32: faster from token to token, slower in prompts, in twice the memory"
 MISSING = "pip install 'quantkit[cpu]' (numba) brings compiled kernels, several times as fast: see docs/cpu.md"
 
 
@@ -32,7 +33,7 @@ def _steps(model: Any) -> str:
         return "one compiled step a token"
     if model.dtype != torch.float32:
         packed = any(layout.startswith("planar") for layout in model.layouts())
-        remedy = (
+        remedy = "leave --dtype out" if packed else FASTER
             "leave --dtype out"
             if packed
             else "--dtype float32: faster from token to token, slower in prompts, in twice the memory"
