@@ -96,8 +96,8 @@ def load(
 def _runs_compiled(source: Source, reader: QuantizedReader, device: torch.device, dtype: str | torch.dtype) -> bool:
     """Tell whether compiled code will run a model: packed weights, or dense ones by the compiled step.
 
-    Dense ones count on a CPU that multiplies bf16 if they are few: it then decodes three times as fast as in bf16 by the
-    transformers definition, and reads prompts at two thirds of its speed; with 1.5 billion weights 1.6 times and
+    Dense ones count on a CPU that multiplies bf16 if they are few: decoding is then three times as fast as in bf16 by
+    the transformers definition, and reads prompts at two thirds of its speed; with 1.5 billion weights 1.6 times and
     a third (docs/cpu.md).
     """
     if reader.modules:

@@ -32,12 +32,8 @@ def _steps(model: Any) -> str:
     if model.decoding == "lean":
         return "one compiled step a token"
     if model.dtype != torch.float32:
-        packed = any(layout.startswith("planar") for layout in model.layouts())
+        packed = set(model.layouts()) - {"half"}
         remedy = "leave --dtype out" if packed else FASTER
-            "leave --dtype out"
-            if packed
-            else "--dtype float32: faster from token to token, slower in prompts, in twice the memory"
-        )
         return f"transformers' definition: the compiled step runs in float32 ({remedy})"
     slow = [layout for layout in model.layouts() if layout in ("float", "blocks")]
     if slow:  # FP8, NVFP4, MXFP4; NF4, LLM.int8, act-order: made for GPUs
